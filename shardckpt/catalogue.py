@@ -1,7 +1,8 @@
 """What is stored, whatever the format says it: tensors, files, and the chunks that tie them.
 
 A catalogue is the one noun between formats, planning and execution. Chunk tables are columns of integers, never one
-object a chunk, so that a million chunks are nothing special. This file refuses to know how a catalogue is stored or read.
+object a chunk, so that a million chunks are nothing special. This file refuses to know how a catalogue is stored or
+read.
 """
 
 from __future__ import annotations
@@ -263,7 +264,10 @@ class CatalogueBuilder:
         """Give the catalogue of what was added, chunks in the order of adding."""
         columns = np.array(self._spans, np.int64).reshape(-1, 6).T
         return Catalogue(
-            tuple(self.tensors), tuple(self.files), Spans(*(np.ascontiguousarray(c) for c in columns)), self._box_table()
+            tuple(self.tensors),
+            tuple(self.files),
+            Spans(*(np.ascontiguousarray(c) for c in columns)),
+            self._box_table(),
         )
 
     def _box_table(self) -> Boxes:

@@ -1,8 +1,8 @@
 """CRC-32C: of bytes, and of ranges put together from the checksums of their parts.
 
-`crc(a + b)` follows from `crc(a)`, `crc(b)` and `len(b)`: appending n zero bytes to a message multiplies its CRC register by
-x^(8n) modulo the polynomial, which is linear over GF(2). `shift` is that product, done for whole arrays at once with one
-byte-sliced table for each power of two of n (the idea of zlib's `crc32_combine`, vectorised).
+`crc(a + b)` follows from `crc(a)`, `crc(b)` and `len(b)`: appending n zero bytes to a message multiplies its CRC
+register by x^(8n) modulo the polynomial, which is linear over GF(2). `shift` is that product, done for whole arrays
+at once with one byte-sliced table for each power of two of n (the idea of zlib's `crc32_combine`, vectorised).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names of element types and their sizes.
 
-The names are those of safetensors headers. This file knows sizes only; it refuses to know torch, so that planning and the
-command line need none (`state.py` maps names to `torch.dtype`; a test holds the two and the installed
+The names are those of safetensors headers. This file knows sizes only; it refuses to know torch, so that planning and
+the command line need none (`state.py` maps names to `torch.dtype`; a test holds the two and the installed
 safetensors together).
 """
 

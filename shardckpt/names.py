@@ -1,8 +1,8 @@
 """Names of tensors: how a path into a nested state becomes one string, and that no two paths share one.
 
 A name is the path's keys joined with dots, so that module parameters read as people know them
-(`model.layers.0.weight`). Where two paths of one state would get the same name (`{"a.b": x, "a": {"b": y}}`), those whose keys
-hold dots are written escaped. `escaped` is injective: `%` starts every escape and is itself always escaped.
+(`model.layers.0.weight`). Where two paths of one state would get the same name (`{"a.b": x, "a": {"b": y}}`), those
+whose keys hold dots are written escaped. `escaped` is injective: `%` starts every escape and is itself always escaped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def plain(path: Path) -> str:
 
 def escaped(path: Path) -> str:
     """Give the injective name of `path`: as `plain`, with the dots inside keys and the type of integer keys written out."""
-    return _reserved(".".join(f"%i{key}" if isinstance(key, int) else _readable(key).replace(".", "%2E") for key in path))
+    return _reserved(
+        ".".join(f"%i{key}" if isinstance(key, int) else _readable(key).replace(".", "%2E") for key in path)
+    )
 
 
 def assign(paths: Iterable[Path]) -> dict[Path, str]:

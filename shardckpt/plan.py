@@ -1,11 +1,12 @@
 """What to copy: source catalogue + target catalogue -> copies. Pure integer arithmetic: no I/O, no threads, no torch.
 
-The target catalogue says which regions are wanted and where in which file (or memory) they go. Span against span is done for all
-tensors at once on one axis, on which all tensors lie end to end in bytes; tensors with real boxes on either
-side are intersected box by box, vectorised over pairs. Coverage is proved on the way: each wanted region is tiled exactly once.
+The target catalogue says which regions are wanted and where in which file (or memory) they go. Span against span is
+done for all tensors at once on one axis, on which all tensors lie end to end in bytes; tensors with real boxes on
+either side are intersected box by box, vectorised over pairs. Coverage is proved on the way: each wanted region is
+tiled exactly once.
 
-[Note: strided copies] A copy is `count` runs of `run_nbytes`, `src_stride` and `dst_stride` apart: 1 run for spans, rows for
-column shards. Intersections with more levels are expanded into several such copies.
+[Note: strided copies] A copy is `count` runs of `run_nbytes`, `src_stride` and `dst_stride` apart: 1 run for spans,
+rows for column shards. Intersections with more levels are expanded into several such copies.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _boxed_tensors(source: Catalogue, target: Catalogue, tensor_map: I64) -> NDA
     return boxed | source_boxed[tensor_map] if len(tensor_map) else boxed
 
 
-# Spans against spans ------------------------------------------------------------------------------------------------------
+# Spans against spans ------------------------------------------------------------------------------------------------
 
 
 def _plan_spans(source: Catalogue, target: Catalogue, tensor_map: I64, boxed: NDArray[np.bool_]) -> Copies:
@@ -162,7 +163,14 @@ def _plan_spans(source: Catalogue, target: Catalogue, tensor_map: I64, boxed: ND
     found = np.bincount(which, weights=nbytes, minlength=len(wanted)).astype(np.int64)
     if (short := np.flatnonzero(found != want_high - want_low)).size:
         row = int(short[0])
-        _raise_hole(source, int(tensor[row]), int(want_low[row] - base[tensor[row]]), start[which == row], nbytes[which == row], base)
+        _raise_hole(
+            source,
+            int(tensor[row]),
+            int(want_low[row] - base[tensor[row]]),
+            start[which == row],
+            nbytes[which == row],
+            base,
+        )
     one = np.ones(len(piece), np.int64)
     return Copies(
         src_chunk=rows[piece],
@@ -182,7 +190,7 @@ def _disjoint_rows(source: Catalogue, low: I64, high: I64, skipped: NDArray[np.b
     Raises:
         CoverageError: If two spans of one tensor overlap otherwise.
     """
-    rows = np.flatnonzero(~skipped[source.spans.tensor] & (high > low))
+    rows: I64 = np.flatnonzero(~skipped[source.spans.tensor] & (high > low))
     rows = rows[np.lexsort((high[rows], low[rows]))]
     if not len(rows):
         return rows
@@ -192,7 +200,8 @@ def _disjoint_rows(source: Catalogue, low: I64, high: I64, skipped: NDArray[np.b
     if len(overlapping):
         first, second = int(rows[overlapping[0]]), int(rows[overlapping[0] + 1])
         raise CoverageError(
-            f"chunks overlap: {source.describe(first)}, and {source.describe(second)}. The files are of different saves or "
+            f"chunks overlap: {source.describe(first)}, and {source.describe(second)}. The files are of different "
+            "saves or "
             "the writer's layout is wrong; find the right set of files."
         )
     return rows
@@ -215,7 +224,7 @@ def _raise_hole(source: Catalogue, tensor: int, wanted: int, starts: I64, nbytes
     )
 
 
-# Boxes ----------------------------------------------------------------------------------------------------------------------
+# Boxes --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,9 @@ def _operands(catalogue: Catalogue, tensor: int) -> _Operands:
             rows.append((row, box, at + (element - start) * item, byte_strides(stored)))
     table: Boxes = catalogue.boxes
     picked = np.flatnonzero(table.tensor == tensor)
-    offset, shape = (table_column[picked, :ndim].reshape(len(picked), ndim) for table_column in (table.offset, table.shape))
+    offset, shape = (
+        table_column[picked, :ndim].reshape(len(picked), ndim) for table_column in (table.offset, table.shape)
+    )
     inner = np.cumprod(np.concatenate([np.full((len(picked), 1), item), shape[:, :0:-1]], axis=1), axis=1)[:, ::-1]
     return _Operands(
         np.concatenate([_column([r[0] for r in rows]), picked + len(catalogue.spans)]),
@@ -279,7 +290,7 @@ def _intersecting(one: _Operands, other: _Operands, rows_at_once: int = 256) -> 
     for begin in range(0, len(one.chunk), rows_at_once):
         low, size = one.offset[begin : begin + rows_at_once, None], one.shape[begin : begin + rows_at_once, None]
         meets = (np.maximum(low, other.offset) < np.minimum(low + size, other.offset + other.shape)).all(axis=2)
-        found.append(np.argwhere(meets) + [begin, 0])
+        found.append(np.argwhere(meets).astype(np.int64) + np.array([begin, 0]))
     return np.concatenate(found)
 
 
@@ -293,7 +304,8 @@ def _distinct(source: Catalogue, operands: _Operands) -> _Operands:
     if len(overlapping):
         first, second = (int(kept.chunk[row]) for row in overlapping[0])
         raise CoverageError(
-            f"chunks overlap: {source.describe(first)}, and {source.describe(second)}. The files are of different saves or "
+            f"chunks overlap: {source.describe(first)}, and {source.describe(second)}. The files are of different "
+            "saves or "
             "the writer's layout is wrong; find the right set of files."
         )
     return kept
@@ -309,13 +321,17 @@ def _prove_box_coverage(target: Catalogue, dst: _Operands, d: I64, shape: I64) -
         tensor = target.tensors[int(target.chunk_tensor[dst.chunk[row]])]
         raise CoverageError(
             f"{tensor.name!r} is incomplete: of the box at {tuple(dst.offset[row].tolist())} of shape "
-            f"{tuple(dst.shape[row].tolist())}, {int(wanted[row] - found[row])} of {int(wanted[row])} elements are in no chunk "
+            f"{tuple(dst.shape[row].tolist())}, {int(wanted[row] - found[row])} of {int(wanted[row])} elements are in "
+            "no chunk "
             f"(global shape {tensor.shape}). A file is missing or was not written; run `shardckpt verify`."
         )
 
 
 def _runs(copies: Copies, shape: I64, src_stride: I64, dst_stride: I64) -> Copies:
-    """Fold the dims of each intersection, inner first, into runs and counts; expand what is left. See [Note: strided copies]."""
+    """Fold the dims of each intersection, inner first, into runs and counts; expand what is left.
+
+    See [Note: strided copies].
+    """
     is_counting = np.zeros(len(copies), bool)
     for dim in range(shape.shape[1] - 1, -1, -1):
         n, ss, ds = shape[:, dim], src_stride[:, dim], dst_stride[:, dim]
@@ -341,7 +357,12 @@ def _runs(copies: Copies, shape: I64, src_stride: I64, dst_stride: I64) -> Copie
             copies = copies.take(rows)
             copies.src_offset[:] += step * ss[rows]
             copies.dst_offset[:] += step * ds[rows]
-            shape, src_stride, dst_stride, is_counting = shape[rows], src_stride[rows], dst_stride[rows], is_counting[rows]
+            shape, src_stride, dst_stride, is_counting = (
+                shape[rows],
+                src_stride[rows],
+                dst_stride[rows],
+                is_counting[rows],
+            )
     return copies
 
 

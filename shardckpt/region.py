@@ -1,8 +1,8 @@
 """Regions of tensors: spans and boxes. Integers only.
 
-A span is a half-open range of the row-major flattened tensor; a box is an offset and a shape, one integer a dim; both in
-elements. A box whose elements lie in one range is that range: `normalise` turns it into a span at the door, so that all but real
-column shards is span arithmetic.
+A span is a half-open range of the row-major flattened tensor; a box is an offset and a shape, one integer a dim; both
+in elements. A box whose elements lie in one range is that range: `normalise` turns it into a span at the door, so
+that all but real column shards is span arithmetic.
 """
 
 from __future__ import annotations

@@ -1,0 +1,232 @@
+"""The commit: what makes files under one root a checkpoint, and reading it back.
+
+A checkpoint is there if and only if its manifest is, and the manifest is written last. Over an older checkpoint the new
+files get names of their own, so that each moment shows the old one or the new one, whole; what the new
+manifest does not name is removed after it is in place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.catalogue import Boxes, Catalogue, File, Spans, Tensor
+from shardckpt.checksum import combine_groups, crc32c
+from shardckpt.errors import CheckpointExistsError, CheckpointNotFoundError, NoSpaceError, listing
+from shardckpt.layout import Layout
+from shardckpt.manifest import (
+    MANIFEST_PATH,
+    MAX_MANIFEST_NBYTES,
+    VERSION,
+    FileRecord,
+    Json,
+    Manifest,
+    Stored,
+    TensorRecord,
+    decode_manifest,
+    encode_chunk_table,
+    encode_manifest,
+    stored,
+)
+from shardckpt.shard_file import ShardNaming
+from shardckpt.storage import TEMPORARY_SUFFIX, Store
+
+I64 = NDArray[np.int64]
+
+WRITER = "shardckpt 0.1.0"
+_OWN_FILE = re.compile(r"(shard-\d{5,}-of-\d{5,}|chunks)(-[0-9a-f]{8})?\.safetensors|\..*" + re.escape(TEMPORARY_SUFFIX))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is not yet written: all but files and chunks.
+
+    Attributes:
+        step: The training step, or None.
+        world_size: Number of ranks, and of shard files.
+        sections: Top-level key of the state -> "module", "optimizer", "state" (an object with a state dict) or "value".
+        tensors: All tensors, in the order of the manifest.
+        layout: The rule of their distribution, if there is one.
+        objects: The non-tensor state, encoded as `docs/format.md` says.
+    """
+
+    step: int | None
+    world_size: int
+    sections: dict[str, str]
+    tensors: tuple[Tensor, ...]
+    layout: Layout | None
+    objects: Json
+
+    def naming(self, token: str) -> ShardNaming:
+        """Give the naming of its shard files."""
+        state = {
+            "sections": self.sections,
+            "tensors": _tensor_records(self.tensors),
+            "layout": self.layout,
+            "objects": self.objects,
+        }
+        return ShardNaming(self.world_size, self.step, token, msgspec.json.encode(state))
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A root made ready for a new checkpoint.
+
+    Attributes:
+        store: The root.
+        token: For the names of the files; "" unless there is a checkpoint to replace.
+        leftovers: Files of an unfinished save that were found and removed.
+    """
+
+    store: Store
+    token: str
+    leftovers: tuple[str, ...]
+
+
+def read_committed(store: Store) -> Stored:
+    """Read manifest and chunk table of the checkpoint at a root.
+
+    Raises:
+        CheckpointNotFoundError: If nothing is committed there; says what there is instead.
+        FormatError: If manifest or table is damaged.
+    """
+    try:
+        data = store.get(MANIFEST_PATH, max_nbytes=MAX_MANIFEST_NBYTES)
+    except CheckpointNotFoundError:
+        raise CheckpointNotFoundError(_what_is_there(store)) from None
+    manifest = decode_manifest(data, f"{store.url}/{MANIFEST_PATH}")
+    table = store.get(manifest.chunk_table.path, max_nbytes=manifest.chunk_table.nbytes)
+    return stored(manifest, table)
+
+
+def draft_of(found: Stored) -> Draft:
+    """Give the draft that writes the same state again."""
+    manifest = found.manifest
+    return Draft(
+        manifest.step,
+        manifest.world_size,
+        manifest.sections,
+        found.catalogue.tensors,
+        manifest.layout,
+        found.objects,
+    )
+
+
+def prepare(store: Store, *, overwrite: bool) -> Destination:
+    """Make a root ready to be written to; must be called once a save, by one rank.
+
+    Raises:
+        CheckpointExistsError: If there is a checkpoint and `overwrite` is False, or if there are files of another kind.
+    """
+    found = store.list()
+    if MANIFEST_PATH in found:
+        if not overwrite:
+            raise CheckpointExistsError(
+                f"{store.url!r} holds a checkpoint already; choose another destination, or ask to overwrite it"
+            )
+        return Destination(store, secrets.token_hex(4), ())
+    foreign = [path for path in found if not _OWN_FILE.fullmatch(path)]
+    if foreign and not overwrite:
+        raise CheckpointExistsError(
+            f"{store.url!r} is not empty: it has {listing(foreign)}; choose another destination, or ask to overwrite"
+        )
+    leftovers = tuple(path for path in found if _OWN_FILE.fullmatch(path))
+    for path in leftovers:
+        store.delete(path)
+    return Destination(store, "", leftovers)
+
+
+def check_space(store: Store, nbytes: int) -> None:
+    """Refuse before anything is written if the destination cannot hold `nbytes`.
+
+    Raises:
+        NoSpaceError: With both numbers.
+    """
+    free = store.free_bytes()
+    if free is not None and free < nbytes:
+        raise NoSpaceError(f"{store.url!r} has {free} bytes free, {nbytes} are needed; free some room or choose another destination")
+
+
+def commit(destination: Destination, draft: Draft, written: Catalogue, headers_crc: Sequence[int]) -> Manifest:
+    """Write chunk table and manifest, then remove what they do not name.
+
+    Args:
+        destination: From `prepare`.
+        draft: What was written.
+        written: Its files and chunks, the chunks with checksums.
+        headers_crc: Checksum of each file's header.
+    """
+    store = destination.store
+    written = replace(written, files=_with_checksums(written, headers_crc))
+    table = encode_chunk_table(written)
+    token = f"-{destination.token}" if destination.token else ""
+    table_path = f"chunks{token}.safetensors"
+    store.put(table_path, table)
+    manifest = Manifest(
+        format="shardckpt",
+        version=VERSION,
+        writer=WRITER,
+        created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        step=draft.step,
+        world_size=draft.world_size,
+        sections=draft.sections,
+        tensors=_tensor_records(draft.tensors),
+        files=[FileRecord(f.path, f.nbytes, f.header_nbytes, f"{f.crc:08x}") for f in written.files],
+        chunk_table=FileRecord(table_path, len(table), 0, f"{crc32c(table):08x}"),
+        num_chunks=len(written.chunk_nbytes),
+        layout=draft.layout,
+        objects=msgspec.Raw(msgspec.json.encode(draft.objects)),
+    )
+    store.put(MANIFEST_PATH, encode_manifest(manifest))
+    if destination.token:
+        named = {MANIFEST_PATH, table_path, *(file.path for file in written.files)}
+        for path in store.list():
+            if path not in named and _OWN_FILE.fullmatch(path):
+                store.delete(path)
+    return manifest
+
+
+def with_chunk_crcs(catalogue: Catalogue, crcs: I64) -> Catalogue:
+    """Give the catalogue with these checksums of its chunks, by chunk number."""
+    spans, boxes = catalogue.spans, catalogue.boxes
+    return replace(
+        catalogue,
+        spans=Spans(spans.tensor, spans.start, spans.stop, spans.file, spans.byte_offset, crcs[: len(spans)]),
+        boxes=Boxes(boxes.tensor, boxes.offset, boxes.shape, boxes.file, boxes.byte_offset, crcs[len(spans) :]),
+    )
+
+
+def _with_checksums(written: Catalogue, headers_crc: Sequence[int]) -> tuple[File, ...]:
+    """Give the files with their checksums, put together from those of header and chunks."""
+    num_files = len(written.files)
+    file = np.concatenate([np.arange(num_files), written.chunk_file])
+    at = np.concatenate([np.zeros(num_files, np.int64), written.chunk_byte_offset])
+    nbytes = np.concatenate([np.array([f.header_nbytes for f in written.files], np.int64), written.chunk_nbytes])
+    crc = np.concatenate([np.array(headers_crc, np.int64), written.chunk_crc])
+    order = np.lexsort((at, file))
+    starts = np.searchsorted(file[order], np.arange(num_files))
+    found = combine_groups(crc[order].astype(np.uint32), nbytes[order], starts).tolist()
+    return tuple(replace(f, crc=value) for f, value in zip(written.files, found, strict=True))
+
+
+def _tensor_records(tensors: Sequence[Tensor]) -> list[TensorRecord]:
+    return [TensorRecord(t.name, t.dtype, list(t.shape), list(t.aliases)) for t in tensors]
+
+
+def _what_is_there(store: Store) -> str:
+    found = store.list()
+    if not found:
+        return f"there is no checkpoint at {store.url!r}: nothing is there; check the path"
+    inner = sorted(path.removesuffix(f"/{MANIFEST_PATH}") for path in found if path.endswith(f"/{MANIFEST_PATH}"))
+    if inner:
+        return f"{store.url!r} holds no checkpoint itself, but {listing(inner)}; name one of these"
+    if any(_OWN_FILE.fullmatch(path) for path in found):
+        return f"{store.url!r} holds an unfinished save (shard files, but no manifest); use another checkpoint"
+    return f"there is no checkpoint at {store.url!r}: it has {listing(found)} but no {MANIFEST_PATH}; check the path"

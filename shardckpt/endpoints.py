@@ -1,0 +1,182 @@
+"""Where copies come from and go to: files and memory.
+
+A source gives byte ranges, a sink takes them; each stands for one file of a catalogue. Memory gives and takes itself
+without a copy. Knows one end at a time; refuses to know plans.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.storage import Reader, Store, Writer
+
+Bytes = NDArray[np.uint8]
+
+MAX_OPEN_READERS = 64
+
+
+class Source(ABC):
+    """One file or buffer to copy from; safe to use from several threads."""
+
+    @abstractmethod
+    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
+        """Give `len(out)` bytes from `byte_offset`: `out`, filled, or a view of the source's own memory."""
+
+
+class Sink(ABC):
+    """One file or buffer to copy to."""
+
+    is_sequential: bool
+    """True if writes must come front to back."""
+    is_memory = False
+    """True if `memory` gives what to fill in place of writing."""
+
+    def memory(self, byte_offset: int, nbytes: int) -> Bytes:
+        """Give the memory of this range; only where `is_memory`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def write(self, byte_offset: int, data: Bytes) -> None:
+        """Take `data` at `byte_offset`."""
+
+    def finish(self) -> None:  # noqa: B027  # memory is finished as it is
+        """All is written: make it durable, still unseen."""
+
+    def commit(self) -> None:  # noqa: B027
+        """Make it visible."""
+
+    def abort(self) -> None:  # noqa: B027
+        """Undo; never raises."""
+
+
+class MemorySource(Source):
+    """Bytes that lie in memory."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
+        return self._data[byte_offset : byte_offset + len(out)]
+
+
+class LazySource(Source):
+    """Bytes that come into memory only when they are asked for, and are let go at once: a tensor on a device."""
+
+    def __init__(self, load: Callable[[], Bytes]) -> None:
+        self._load = load
+
+    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
+        return self._load()[byte_offset : byte_offset + len(out)]
+
+
+class MemorySink(Sink):
+    """Bytes in memory that are filled in place."""
+
+    is_sequential = False
+    is_memory = True
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    def memory(self, byte_offset: int, nbytes: int) -> Bytes:
+        return self._data[byte_offset : byte_offset + nbytes]
+
+    def write(self, byte_offset: int, data: Bytes) -> None:
+        self._data[byte_offset : byte_offset + len(data)] = data
+
+
+class FileSource(Source):
+    """A file of a store; its reader is opened on demand by the pool that made this source."""
+
+    def __init__(self, pool: ReaderPool, path: str) -> None:
+        self._pool = pool
+        self._path = path
+
+    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
+        reader = self._pool.acquire(self._path)
+        try:
+            reader.read_into(byte_offset, out)
+        finally:
+            self._pool.release(self._path)
+        return out
+
+
+class ReaderPool:
+    """The open files of one store: a bounded number, the longest unused closed first."""
+
+    def __init__(self, store: Store, max_open: int = MAX_OPEN_READERS) -> None:
+        self._store = store
+        self._max_open = max_open
+        self._lock = Lock()
+        self._idle: OrderedDict[str, Reader] = OrderedDict()
+        self._in_use: dict[str, tuple[Reader, int]] = {}  # with the number of users
+
+    def sources(self, paths: Sequence[str]) -> list[Source]:
+        """Give a source for every path; nothing is opened yet."""
+        return [FileSource(self, path) for path in paths]
+
+    def acquire(self, path: str) -> Reader:
+        """Give an open reader; must be released."""
+        with self._lock:
+            if path in self._in_use:
+                reader, users = self._in_use[path]
+            else:
+                reader = self._idle.pop(path) if path in self._idle else self._store.open_reader(path)
+                users = 0
+            self._in_use[path] = (reader, users + 1)
+            return reader
+
+    def release(self, path: str) -> None:
+        """Give back a reader."""
+        with self._lock:
+            reader, users = self._in_use.pop(path)
+            if users > 1:
+                self._in_use[path] = (reader, users - 1)
+                return
+            self._idle[path] = reader
+            while len(self._idle) > self._max_open:
+                self._idle.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            while self._idle:
+                self._idle.popitem()[1].close()
+
+
+class FileSink(Sink):
+    """A file of a store, begun with its header on the first write."""
+
+    def __init__(self, store: Store, path: str, header: bytes, *, is_sequential: bool) -> None:
+        self._store = store
+        self._path = path
+        self._header = header
+        self._lock = Lock()
+        self._writer: Writer | None = None
+        self.is_sequential = is_sequential
+
+    def write(self, byte_offset: int, data: Bytes) -> None:
+        self._begun().write(byte_offset, data)
+
+    def finish(self) -> None:
+        self._begun().finish()
+
+    def commit(self) -> None:
+        self._begun().commit()
+
+    def abort(self) -> None:
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _begun(self) -> Writer:
+        with self._lock:
+            if self._writer is None:
+                self._writer = self._store.create(self._path)
+                self._writer.write(0, self._header)
+            return self._writer
