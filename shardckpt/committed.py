@@ -41,7 +41,9 @@ from shardckpt.storage import TEMPORARY_SUFFIX, Store
 I64 = NDArray[np.int64]
 
 WRITER = "shardckpt 0.1.0"
-_OWN_FILE = re.compile(r"(shard-\d{5,}-of-\d{5,}|chunks)(-[0-9a-f]{8})?\.safetensors|\..*" + re.escape(TEMPORARY_SUFFIX))
+_OWN_FILE = re.compile(
+    r"(shard-\d{5,}-of-\d{5,}|chunks)(-[0-9a-f]{8})?\.safetensors|\..*" + re.escape(TEMPORARY_SUFFIX)
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def check_space(store: Store, nbytes: int) -> None:
     """
     free = store.free_bytes()
     if free is not None and free < nbytes:
-        raise NoSpaceError(f"{store.url!r} has {free} bytes free, {nbytes} are needed; free some room or choose another destination")
+        raise NoSpaceError(
+            f"{store.url!r} has {free} bytes free, {nbytes} are needed; free some room or choose another destination"
+        )
 
 
 def commit(destination: Destination, draft: Draft, written: Catalogue, headers_crc: Sequence[int]) -> Manifest:

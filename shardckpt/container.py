@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardckpt.catalogue import Catalogue
 from shardckpt.dtypes import ITEM_BYTES
 from shardckpt.errors import FormatError
 from shardckpt.storage import Reader
@@ -37,6 +38,19 @@ class Header:
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
     nbytes: int  # bytes before the first tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """Data files that are laid out but not yet written: `catalogue.files[i]` begins with `headers[i]`."""
+
+    catalogue: Catalogue
+    headers: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, headers included."""
+        return sum(file.nbytes for file in self.catalogue.files)
 
 
 def read_header(reader: Reader) -> Header:

@@ -153,13 +153,13 @@ class ReaderPool:
 class FileSink(Sink):
     """A file of a store, begun with its header on the first write."""
 
-    def __init__(self, store: Store, path: str, header: bytes, *, is_sequential: bool) -> None:
+    def __init__(self, store: Store, path: str, header: bytes) -> None:
         self._store = store
         self._path = path
         self._header = header
         self._lock = Lock()
         self._writer: Writer | None = None
-        self.is_sequential = is_sequential
+        self.is_sequential = store.is_sequential
 
     def write(self, byte_offset: int, data: Bytes) -> None:
         self._begun().write(byte_offset, data)

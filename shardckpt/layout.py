@@ -106,7 +106,7 @@ def regions(layout: Layout, tensors: Sequence[Tensor], world_size: int) -> RankS
 
 
 def single_bucket(tensors: Sequence[Tensor], align: int = 1) -> Layout:
-    """Give the layout that cuts all tensors of one dtype as one bucket: for weights whose training units are not known."""
+    """Give the layout with one bucket a dtype: for weights whose training units are not known."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     members = [[i for i, tensor in enumerate(tensors) if tensor.dtype == dtype] for dtype in dtypes]
     return Layout(

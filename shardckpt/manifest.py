@@ -82,7 +82,15 @@ class Stored:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Give the bytes of `manifest.json`: a first line with the checksum of the rest, then the fields."""
-    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1).removeprefix(b"{")
+    fields = []
+    for field in msgspec.structs.fields(Manifest):
+        value = getattr(manifest, field.name)
+        if isinstance(value, list):
+            text = b"[\n  " + b",\n  ".join(msgspec.json.encode(item) for item in value) + b"\n ]"
+        else:
+            text = msgspec.json.encode(value)
+        fields.append(b' "%s": %s' % (field.name.encode(), text))
+    body = b",\n".join(fields) + b"\n}\n"
     return b'{"crc32c":"%08x",\n' % crc32c(body) + body
 
 
@@ -148,7 +156,8 @@ def stored(manifest: Manifest, table: bytes) -> Stored:
         raise FormatError(
             f"{record.path!r} has {len(spans) + len(boxes)} chunks, the manifest says {manifest.num_chunks}"
         )
-    return Stored(manifest, catalogue, msgspec.json.decode(manifest.objects, type=Json))
+    objects: Json = msgspec.json.decode(manifest.objects)
+    return Stored(manifest, catalogue, objects)
 
 
 def _check_manifest(manifest: Manifest, path: str) -> None:

@@ -25,7 +25,7 @@ def plain(path: Path) -> str:
 
 
 def escaped(path: Path) -> str:
-    """Give the injective name of `path`: as `plain`, with the dots inside keys and the type of integer keys written out."""
+    """Give the injective name of `path`: as `plain`, with dots inside keys and the type of integer keys written out."""
     return _reserved(
         ".".join(f"%i{key}" if isinstance(key, int) else _readable(key).replace(".", "%2E") for key in path)
     )

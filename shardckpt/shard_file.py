@@ -15,18 +15,10 @@ import msgspec
 import numpy as np
 
 from shardckpt.catalogue import NO_CRC, Boxes, Catalogue, File, Spans, Tensor
-from shardckpt.container import build_header
+from shardckpt.container import FileSet, build_header
 from shardckpt.layout import RankSpans
 from shardckpt.names import chunk_key
 from shardckpt.region import Box, Region, Span
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSet:
-    """The shard files of a checkpoint, laid out but not yet written: `catalogue.files[rank]` begins with `headers[rank]`."""
-
-    catalogue: Catalogue
-    headers: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +58,8 @@ class ShardNaming:
         return own | {"state": self.state.decode()} if rank == 0 else own
 
 
-def lay_out_shards(tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNaming) -> ShardSet:
-    """Lay out the files of all ranks for chunks that are spans."""
+def lay_out_shards(tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNaming) -> FileSet:
+    """Lay out the files of all ranks, one each, for chunks that are spans."""
     files, headers, byte_offsets = [], [], []
     for rank in range(naming.world_size):
         mine = spans.of_rank(rank)
@@ -87,7 +79,7 @@ def lay_out_shards(tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNam
         np.array([at for begins in byte_offsets for at in begins], np.int64),
         np.full(len(spans.rank), NO_CRC, np.int64),
     )
-    return ShardSet(Catalogue(tuple(tensors), tuple(files), table, Boxes.empty()), tuple(headers))
+    return FileSet(Catalogue(tuple(tensors), tuple(files), table, Boxes.empty()), tuple(headers))
 
 
 def lay_out_shard(

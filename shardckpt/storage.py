@@ -59,12 +59,10 @@ class Writer(ABC):
     """
 
     path: str
-    is_sequential: bool
-    """True if writes must come front to back without gaps."""
 
     @abstractmethod
     def write(self, byte_offset: int, data: Bytes | bytes) -> None:
-        """Put `data` at `byte_offset`. Threads may write disjoint ranges, unless `is_sequential`."""
+        """Put `data` at `byte_offset`. Threads may write disjoint ranges, unless the store `is_sequential`."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -83,6 +81,8 @@ class Store(ABC):
     """A folder, bucket prefix or the like. Paths are relative to it, with `/` between parts."""
 
     url: str
+    is_sequential: bool
+    """True if files must be written front to back."""
 
     @abstractmethod
     def open_reader(self, path: str) -> Reader:
@@ -166,6 +166,8 @@ def _truncated(path: str, expected: int, found: int) -> FormatError:
 class LocalStore(Store):
     """A folder of this machine. Files are written under a temporary name, synced and renamed."""
 
+    is_sequential = False
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = str(root)
@@ -230,8 +232,6 @@ class LocalReader(Reader):
 
 class LocalWriter(Writer):
     """A local file under a temporary name beside its own."""
-
-    is_sequential = False
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -309,6 +309,8 @@ class FsspecStore(Store):
     Needs no rename: objects appear when they are complete, or are overwritten as a whole.
     """
 
+    is_sequential = True
+
     def __init__(self, url: str, storage_options: Mapping[str, object]) -> None:
         from fsspec.core import url_to_fs  # on demand: local work starts without fsspec
 
@@ -369,8 +371,6 @@ class FsspecReader(Reader):
 
 class FsspecWriter(Writer):
     """An object written front to back."""
-
-    is_sequential = True
 
     def __init__(self, fs: AbstractFileSystem, full: str, path: str) -> None:
         self.path = path

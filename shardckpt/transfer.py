@@ -379,7 +379,7 @@ class _Copier:
         return nbytes
 
     def _runs_within(self, row: int, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first run, stop run, bytes skipped of each, bytes of each) of a copy inside a window: whole runs together."""
+        """Yield (first run, stop run, bytes skipped of each, bytes of each) of a copy inside a window."""
         copies = self._copies
         run, count = int(copies.run_nbytes[row]), int(copies.count[row])
         at, stride = int(copies.dst_offset[row]), max(int(copies.dst_stride[row]), 1)

@@ -1,0 +1,94 @@
+"""Writes laid-out files from a source: the one data path of saving and of every tool that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardckpt.catalogue import Catalogue
+from shardckpt.checksum import crc32c
+from shardckpt.committed import check_space, with_chunk_crcs
+from shardckpt.container import FileSet
+from shardckpt.endpoints import FileSink, Source
+from shardckpt.plan import plan
+from shardckpt.storage import Store
+from shardckpt.transfer import DEFAULT_BUDGET_BYTES, transfer
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How bytes are moved.
+
+    Attributes:
+        budget_bytes: Ceiling of the buffers held at a time.
+        num_workers: Threads; None for the default.
+        on_progress: Called with the bytes done since the last call, from one thread at a time.
+    """
+
+    budget_bytes: int = DEFAULT_BUDGET_BYTES
+    num_workers: int | None = None
+    on_progress: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Files that are in place.
+
+    Attributes:
+        catalogue: What was written, chunks with checksums.
+        headers_crc: Checksum of each file's header.
+        nbytes: Bytes of all files.
+    """
+
+    catalogue: Catalogue
+    headers_crc: tuple[int, ...]
+    nbytes: int
+
+
+def write_files(
+    source: Catalogue,
+    sources: Sequence[Source],
+    target: FileSet,
+    store: Store,
+    *,
+    options: TransferOptions,
+    renamed: Mapping[str, str] | None = None,
+) -> Written:
+    """Write every file of `target`, its bytes taken from `source`; all appear at the end, or none.
+
+    Args:
+        source: What is there.
+        sources: One a file of `source`.
+        target: What to write.
+        store: Where to.
+        options: How.
+        renamed: Target name -> source name, where they differ.
+
+    Raises:
+        NoSpaceError: Before anything is written, if the destination is too small.
+        MismatchError, CoverageError: If `source` does not hold what `target` wants.
+        CorruptError: If bytes of the source are not those recorded.
+        StorageError: If reading or writing fails.
+    """
+    copies = plan(source, target.catalogue, renamed=renamed)
+    check_space(store, target.nbytes)
+    sinks = [
+        FileSink(store, file.path, header) for file, header in zip(target.catalogue.files, target.headers, strict=True)
+    ]
+    report = transfer(
+        copies,
+        sources,
+        sinks,
+        budget_bytes=options.budget_bytes,
+        num_workers=options.num_workers,
+        on_progress=options.on_progress,
+    )
+    for number, sink in enumerate(sinks):
+        try:
+            sink.commit()
+        except BaseException:
+            for rest in sinks[number:]:
+                rest.abort()
+            raise
+    catalogue = with_chunk_crcs(target.catalogue, report.target_crc)
+    return Written(catalogue, tuple(crc32c(header) for header in target.headers), target.nbytes)
