@@ -26,10 +26,42 @@ from shardckpt.plan import Copies, Plan
 I64 = NDArray[np.int64]
 
 DEFAULT_BUDGET_BYTES = 128 << 20
-_PIECE_BYTES = 32 << 20  # longer copies are cut, so that workers share them
-_STEP_BYTES = 1 << 20  # a copy passes through a buffer that stays in the cache
-_BATCH_BYTES = 4 << 20  # small copies are put together up to this
-_MAX_GAP_BYTES = 64 << 10  # bytes read in vain rather than reading twice
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How copies are cut and put together, in bytes.
+
+    Attributes:
+        piece_bytes: Longer copies are cut, so that workers share them.
+        step_bytes: A copy passes through a buffer of this size, which stays in the cache.
+        batch_bytes: Small copies are put together up to this.
+        max_gap_bytes: As much is read in vain rather than reading twice.
+    """
+
+    piece_bytes: int = 32 << 20
+    step_bytes: int = 1 << 20
+    batch_bytes: int = 4 << 20
+    max_gap_bytes: int = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How bytes are moved.
+
+    Attributes:
+        budget_bytes: Ceiling of the buffers held at a time.
+        num_workers: Threads; None for one a core, at most 4.
+        is_verified: False skips the comparison with recorded checksums.
+        on_progress: Called with the bytes done since the last call, from one thread at a time.
+        sizes: How copies are cut and put together.
+    """
+
+    budget_bytes: int = DEFAULT_BUDGET_BYTES
+    num_workers: int | None = None
+    is_verified: bool = True
+    on_progress: Callable[[int], None] | None = None
+    sizes: Sizes = Sizes()
 
 
 @dataclass(frozen=True)
@@ -72,14 +104,7 @@ class TransferReport:
 
 
 def transfer(
-    plan: Plan,
-    sources: Sequence[Source],
-    sinks: Sequence[Sink],
-    *,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    num_workers: int | None = None,
-    is_verified: bool = True,
-    on_progress: Callable[[int], None] | None = None,
+    plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], *, options: TransferOptions | None = None
 ) -> TransferReport:
     """Copy everything that `plan` says, and compare the checksums of the source chunks.
 
@@ -89,20 +114,19 @@ def transfer(
         plan: What to copy.
         sources: One a file of the source catalogue.
         sinks: One a file of the target catalogue.
-        budget_bytes: Ceiling of the buffers held at a time.
-        num_workers: Threads; None for one a core, at most 4.
-        is_verified: False skips the comparison with recorded checksums.
-        on_progress: Called with the bytes done since the last call, from one thread at a time.
+        options: How; None for the defaults.
 
     Raises:
         CorruptError: If a source chunk's bytes are not those recorded; names tensor, region and file.
         StorageError: If reading or writing fails.
     """
-    workers = num_workers or min(4, os.cpu_count() or 1)
-    copier = _Copier(plan, sources, sinks, on_progress)
+    options = options or TransferOptions()
+    workers = options.num_workers or min(4, os.cpu_count() or 1)
+    copier = _Copier(plan, sources, sinks, options)
     try:
-        _run(copier, workers, max(budget_bytes // (2 * workers), _STEP_BYTES))
-        partial = compare(plan.source, Parts.concatenate(copier.source_parts)) if is_verified else Parts.concatenate([])
+        _run(copier, workers, max(options.budget_bytes // (2 * workers), options.sizes.step_bytes))
+        read = Parts.concatenate(copier.source_parts if options.is_verified else [])
+        partial = compare(plan.source, read)
     except BaseException:
         for sink in sinks:
             sink.abort()
@@ -212,15 +236,14 @@ def _run(copier: _Copier, num_workers: int, buffer_bytes: int) -> None:
 class _Copier:
     """Does the batches of one plan; safe to call from several threads."""
 
-    def __init__(
-        self, plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], on_progress: Callable[[int], None] | None
-    ) -> None:
+    def __init__(self, plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], options: TransferOptions) -> None:
         self.source_parts: list[Parts] = []
         self.target_parts: list[Parts] = []
         self.unchecked_nbytes = 0
-        self._sources, self._sinks, self._on_progress = sources, sinks, on_progress
+        self._sources, self._sinks, self._on_progress = sources, sinks, options.on_progress
+        self._sizes = options.sizes
         self._lock = threading.Lock()
-        self._copies = copies = _cut_long(plan.copies)
+        self._copies = copies = _cut_long(plan.copies, options.sizes.piece_bytes)
         self._src_file = plan.source.chunk_file[copies.src_chunk]
         self._dst_file = plan.target.chunk_file[copies.dst_chunk]
         self._src_chunk_at = plan.source.chunk_byte_offset
@@ -250,7 +273,7 @@ class _Copier:
         is_strided[copies.dst_chunk[copies.count > 1]] = True
         strided = is_strided[copies.dst_chunk]
         in_memory = np.array([sink.is_memory for sink in self._sinks], bool)[self._dst_file]
-        limit = min(_BATCH_BYTES, buffer_bytes)
+        limit = min(self._sizes.batch_bytes, buffer_bytes)
         batches = self._scatters(np.flatnonzero(~strided & in_memory), limit)
         batches += self._writes(np.flatnonzero(~strided & ~in_memory), limit)
         batches += self._weaves(np.flatnonzero(strided), buffer_bytes)
@@ -272,7 +295,7 @@ class _Copier:
         copies = self._copies
         rows = rows[np.lexsort((copies.src_offset[rows], self._src_file[rows]))]
         at, size = copies.src_offset[rows], copies.run_nbytes[rows]
-        groups = _group(rows, self._src_file[rows], at, size, limit=limit, max_gap=_MAX_GAP_BYTES)
+        groups = _group(rows, self._src_file[rows], at, size, limit=limit, max_gap=self._sizes.max_gap_bytes)
         return [_Batch("scatter", int(self._dst_file[group[0]]), group) for group in groups]
 
     def _weaves(self, rows: I64, window_bytes: int) -> list[_Batch]:
@@ -315,8 +338,8 @@ class _Copier:
         if len(rows) == 1:
             nbytes = int(copies.run_nbytes[rows[0]])
             crc = 0
-            for step in range(0, nbytes, _STEP_BYTES):
-                data = self._fetch(int(rows[0]), step, buffer[: min(_STEP_BYTES, nbytes - step)])
+            for step in range(0, nbytes, self._sizes.step_bytes):
+                data = self._fetch(int(rows[0]), step, buffer[: min(self._sizes.step_bytes, nbytes - step)])
                 crc = crc32c(data, crc)
                 sink.write(at + step, data)
             self._record(rows, [crc])
@@ -350,8 +373,8 @@ class _Copier:
         for row, size in zip(rows.tolist(), nbytes, strict=True):
             out = self._sinks[int(self._dst_file[row])].memory(int(copies.dst_offset[row]), size)
             crc = 0
-            for step in range(0, size, _STEP_BYTES):
-                part = out[step : step + _STEP_BYTES]
+            for step in range(0, size, self._sizes.step_bytes):
+                part = out[step : step + self._sizes.step_bytes]
                 if fetched is None:
                     data = self._fetch(row, step, part)
                 else:
@@ -441,13 +464,13 @@ def _one_part(chunk: int, begin: int, nbytes: int, crc: int) -> Parts:
     return Parts(*(np.array([value], np.int64) for value in (chunk, begin, nbytes, crc)))
 
 
-def _cut_long(copies: Copies) -> Copies:
-    """Cut plain copies of more than `_PIECE_BYTES`, so that workers share them."""
-    times = np.where(copies.count == 1, -(-copies.run_nbytes // _PIECE_BYTES), 1)
+def _cut_long(copies: Copies, piece_bytes: int) -> Copies:
+    """Cut plain copies of more than `piece_bytes`, so that workers share them."""
+    times = np.where(copies.count == 1, -(-copies.run_nbytes // piece_bytes), 1)
     if not (times > 1).any():
         return copies
     rows = np.repeat(np.arange(len(copies)), times)
-    skip = (np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)) * _PIECE_BYTES
+    skip = (np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)) * piece_bytes
     cut = copies.take(rows)
     is_plain = cut.count == 1
     return Copies(
@@ -455,7 +478,7 @@ def _cut_long(copies: Copies) -> Copies:
         cut.dst_chunk,
         cut.src_offset + skip,
         cut.dst_offset + skip,
-        np.where(is_plain, np.minimum(cut.run_nbytes - skip, _PIECE_BYTES), cut.run_nbytes),
+        np.where(is_plain, np.minimum(cut.run_nbytes - skip, piece_bytes), cut.run_nbytes),
         cut.count,
         cut.src_stride,
         cut.dst_stride,

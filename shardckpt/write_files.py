@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardckpt.catalogue import Catalogue
@@ -12,22 +12,7 @@ from shardckpt.container import FileSet
 from shardckpt.endpoints import FileSink, Source
 from shardckpt.plan import plan
 from shardckpt.storage import Store
-from shardckpt.transfer import DEFAULT_BUDGET_BYTES, transfer
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """How bytes are moved.
-
-    Attributes:
-        budget_bytes: Ceiling of the buffers held at a time.
-        num_workers: Threads; None for the default.
-        on_progress: Called with the bytes done since the last call, from one thread at a time.
-    """
-
-    budget_bytes: int = DEFAULT_BUDGET_BYTES
-    num_workers: int | None = None
-    on_progress: Callable[[int], None] | None = None
+from shardckpt.transfer import TransferOptions, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +60,7 @@ def write_files(
     sinks = [
         FileSink(store, file.path, header) for file, header in zip(target.catalogue.files, target.headers, strict=True)
     ]
-    report = transfer(
-        copies,
-        sources,
-        sinks,
-        budget_bytes=options.budget_bytes,
-        num_workers=options.num_workers,
-        on_progress=options.on_progress,
-    )
+    report = transfer(copies, sources, sinks, options=options)
     for number, sink in enumerate(sinks):
         try:
             sink.commit()

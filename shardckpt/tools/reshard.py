@@ -13,7 +13,8 @@ from shardckpt.layout import regions
 from shardckpt.manifest import Stored
 from shardckpt.shard_file import lay_out_shards
 from shardckpt.storage import Store
-from shardckpt.write_files import TransferOptions, write_files
+from shardckpt.transfer import TransferOptions
+from shardckpt.write_files import write_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from shardckpt.manifest import Json
 from shardckpt.region import whole
 from shardckpt.shard_file import lay_out_shards
 from shardckpt.storage import open_store
-from shardckpt.write_files import TransferOptions, write_files
+from shardckpt.transfer import TransferOptions
+from shardckpt.write_files import write_files
 
 DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
 
