@@ -42,6 +42,16 @@ class Bucket(msgspec.Struct, forbid_unknown_fields=True):
     granularity: list[int]
     columns: list[list[int]]
 
+    def is_sound(self) -> bool:
+        """Tell whether the columns are equally long and all counts make sense."""
+        if not 1 <= self.align <= 1 << 20 or len(self.granularity) != len(self.numel):
+            return False
+        if any(len(column) != len(self.numel) for column in self.columns):
+            return False
+        if any(n < 0 or g < 1 or n % g for n, g in zip(self.numel, self.granularity, strict=True)):
+            return False
+        return sum(self.numel) < 1 << 62
+
 
 class Layout(msgspec.Struct, forbid_unknown_fields=True):
     """The rule by which all tensors of a checkpoint are split over its ranks.
@@ -63,17 +73,14 @@ class Layout(msgspec.Struct, forbid_unknown_fields=True):
         """
         placed = [*self.replicated, *(t for b in self.buckets for column in b.columns for t in column if t != -1)]
         if sorted(placed) != list(range(num_tensors)):
-            raise FormatError(f"the layout in {path!r} does not place each of {num_tensors} tensors once")
-        for bucket in self.buckets:
-            numbers = zip(bucket.numel, bucket.granularity, strict=len(bucket.numel) == len(bucket.granularity))
-            sound = len(bucket.numel) == len(bucket.granularity) and 1 <= bucket.align <= 1 << 20
-            sound = sound and all(0 <= n < 1 << 62 and g >= 1 and n % g == 0 for n, g in numbers)
-            if not sound or any(len(column) != len(bucket.numel) for column in bucket.columns):
-                raise FormatError(
-                    f"the layout in {path!r} has a malformed bucket; it was not written by a sound shardckpt"
-                )
-        if self.cut_bytes < 1:
-            raise FormatError(f"the layout in {path!r} cuts replicas every {self.cut_bytes} bytes")
+            wrong = f"does not place each of {num_tensors} tensors once"
+        elif not all(bucket.is_sound() for bucket in self.buckets):
+            wrong = "has a malformed bucket"
+        elif self.cut_bytes < 1:
+            wrong = f"cuts replicas every {self.cut_bytes} bytes"
+        else:
+            return
+        raise FormatError(f"the layout in {path!r} {wrong}; it was not written by a sound shardckpt")
 
 
 @dataclass(frozen=True, slots=True)
