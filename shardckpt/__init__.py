@@ -1,0 +1,33 @@
+"""Checkpoints of sharded training that any tool can read. The public names, loaded when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardckpt.checkpoint import Checkpoint, StoredTensor
+    from shardckpt.checkpoint import open_checkpoint as open  # noqa: A004  # reads as shardckpt.open
+    from shardckpt.errors import CheckpointError
+    from shardckpt.loading import LoadReport, load
+    from shardckpt.saving import SaveReport, save
+
+__all__ = ["Checkpoint", "CheckpointError", "LoadReport", "SaveReport", "StoredTensor", "load", "open", "save"]
+
+_HOME = {
+    "Checkpoint": ("checkpoint", "Checkpoint"),
+    "StoredTensor": ("checkpoint", "StoredTensor"),
+    "open": ("checkpoint", "open_checkpoint"),
+    "CheckpointError": ("errors", "CheckpointError"),
+    "LoadReport": ("loading", "LoadReport"),
+    "load": ("loading", "load"),
+    "SaveReport": ("saving", "SaveReport"),
+    "save": ("saving", "save"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(f"shardckpt.{module}"), attribute)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
@@ -63,16 +63,6 @@ class MemorySource(Source):
 
     def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
         return self._data[byte_offset : byte_offset + len(out)]
-
-
-class LazySource(Source):
-    """Bytes that come into memory only when they are asked for, and are let go at once: a tensor on a device."""
-
-    def __init__(self, load: Callable[[], Bytes]) -> None:
-        self._load = load
-
-    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
-        return self._load()[byte_offset : byte_offset + len(out)]
 
 
 class MemorySink(Sink):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from shardckpt.catalogue import NO_CRC, Boxes, Catalogue, File, Spans, Tensor
+from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
 from shardckpt.container import FileSet, build_header
 from shardckpt.layout import RankSpans
 from shardckpt.names import chunk_key
@@ -60,26 +60,34 @@ class ShardNaming:
 
 def lay_out_shards(tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNaming) -> FileSet:
     """Lay out the files of all ranks, one each, for chunks that are spans."""
-    files, headers, byte_offsets = [], [], []
-    for rank in range(naming.world_size):
-        mine = spans.of_rank(rank)
-        chunks: list[tuple[int, Region]] = [
-            (tensor, Span(start, stop))
-            for tensor, start, stop in zip(mine.tensor.tolist(), mine.start.tolist(), mine.stop.tolist(), strict=True)
-        ]
-        header, begins, end = lay_out_shard(tensors, chunks, rank, naming)
-        files.append(File(naming.path(rank), end, len(header)))
-        headers.append(header)
-        byte_offsets.append(begins)
-    table = Spans(
-        spans.tensor,
-        spans.start,
-        spans.stop,
-        spans.rank,
-        np.array([at for begins in byte_offsets for at in begins], np.int64),
-        np.full(len(spans.rank), NO_CRC, np.int64),
+    headers = [
+        lay_out_shard(tensors, chunks_of(spans.of_rank(rank)), rank, naming)[0] for rank in range(naming.world_size)
+    ]
+    return FileSet(place_shards(tensors, spans, naming, [len(header) for header in headers]), tuple(headers))
+
+
+def place_shards(
+    tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNaming, header_nbytes: Sequence[int]
+) -> Catalogue:
+    """Give the catalogue of the files of all ranks, from the sizes of their headers alone."""
+    item = np.array([tensor.item_bytes for tensor in tensors], np.int64)
+    ends = np.cumsum((spans.stop - spans.start) * item[spans.tensor])
+    first = np.searchsorted(spans.rank, np.arange(naming.world_size + 1))
+    bases = np.concatenate([[0], ends])[first]  # payload bytes of all ranks before
+    headers = np.array(header_nbytes, np.int64)
+    at = np.concatenate([[0], ends])[:-1] - bases[spans.rank] + headers[spans.rank]
+    files = tuple(
+        File(naming.path(rank), header + payload, header)
+        for rank, (header, payload) in enumerate(zip(headers.tolist(), np.diff(bases).tolist(), strict=True))
     )
-    return FileSet(Catalogue(tuple(tensors), tuple(files), table, Boxes.empty()), tuple(headers))
+    no_crc = np.full(len(spans.rank), NO_CRC, np.int64)
+    return Catalogue(tuple(tensors), files, Spans(spans.tensor, spans.start, spans.stop, spans.rank, at, no_crc))
+
+
+def chunks_of(spans: RankSpans) -> list[tuple[int, Region]]:
+    """Give the (tensor, region) of each row."""
+    rows = zip(spans.tensor.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
+    return [(tensor, Span(start, stop)) for tensor, start, stop in rows]
 
 
 def lay_out_shard(
