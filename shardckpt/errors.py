@@ -60,10 +60,10 @@ class StorageError(CheckpointError, OSError):
     """An operation on storage failed.
 
     Attributes:
-        path: The file or object.
+        path: The file or object, if known.
     """
 
-    path: str
+    path: str = ""
 
     @classmethod
     def wrap(cls, action: str, path: str, cause: BaseException) -> StorageError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -196,7 +197,8 @@ class LocalStore(Store):
             (self.root / path).unlink()
 
     def exists(self, path: str) -> bool:
-        return (self.root / path).is_file()
+        with _storage_errors("find", self.root / path):
+            return (self.root / path).is_file()
 
     def free_bytes(self) -> int | None:
         existing = next(folder for folder in (self.root.absolute(), *self.root.absolute().parents) if folder.is_dir())
@@ -210,9 +212,9 @@ class LocalReader(Reader):
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         with _storage_errors("open", path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
             status = os.fstat(self._descriptor)
-        if not os.path.isfile(path):
+        if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
             raise FormatError(f"{self.path!r} is not a regular file; name a checkpoint's file")
         self.nbytes = status.st_size
@@ -236,7 +238,7 @@ class LocalWriter(Writer):
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self._final = path
-        self._temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        self._temporary = path.with_name(_temporary_name(path.name))
         with _storage_errors("create", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -252,7 +254,7 @@ class LocalWriter(Writer):
     def finish(self) -> None:
         with _storage_errors("write", self.path):
             os.fsync(self._descriptor)
-            os.close(self._descriptor)
+        self._close()
 
     def commit(self) -> None:
         with _storage_errors("write", self.path):
@@ -260,10 +262,22 @@ class LocalWriter(Writer):
             _sync_folder(self._final.parent)
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+        with contextlib.suppress(StorageError):
+            self._close()
         with contextlib.suppress(OSError):
             self._temporary.unlink()
+
+    def _close(self) -> None:
+        """Close the descriptor once: its number may soon be that of another file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with _storage_errors("write", self.path):
+                os.close(descriptor)
+
+
+def _temporary_name(name: str) -> str:
+    """Give a new name beside `name`; no longer than file systems allow."""
+    return f".{name.encode()[:100].decode(errors='ignore')}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
 
 
 @contextlib.contextmanager
@@ -303,11 +317,12 @@ def _sync_folder(folder: Path) -> None:
 # fsspec -------------------------------------------------------------------------------------------------------------
 
 
-class FsspecStore(Store):
-    """A root on any file system of fsspec.
+_DEFERRING_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az"})
+"""File systems on which a file opened with `autocommit=False` is not there until it is committed."""
 
-    Needs no rename: objects appear when they are complete, or are overwritten as a whole.
-    """
+
+class FsspecStore(Store):
+    """A root on any file system of fsspec."""
 
     is_sequential = True
 
@@ -370,19 +385,29 @@ class FsspecReader(Reader):
 
 
 class FsspecWriter(Writer):
-    """An object written front to back."""
+    """An object written front to back: under its own name where the file system holds it back until it is committed,
+    else under a temporary name, and moved.
+    """
 
     def __init__(self, fs: AbstractFileSystem, full: str, path: str) -> None:
         self.path = path
         self._fs, self._full = fs, full
+        folder, _, name = full.rpartition("/")
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._temporary = None if protocols & _DEFERRING_PROTOCOLS else f"{folder}/{_temporary_name(name)}"
         with _remote_errors("create", path):
-            self._file: BinaryIO = fs.open(full, "wb", autocommit=False)
+            if self._temporary is None:
+                self._file: BinaryIO = fs.open(full, "wb", autocommit=False)
+            else:
+                fs.makedirs(folder, exist_ok=True)
+                self._file = fs.open(self._temporary, "wb")
         self._position = 0
 
     def write(self, byte_offset: int, data: Bytes | bytes) -> None:
         if byte_offset != self._position:
             raise StorageError(
-                f"{self.path!r} is written front to back: expected offset {self._position}, found {byte_offset}"
+                f"{self.path!r} is written front to back: expected offset {self._position}, found {byte_offset}; "
+                "use one worker a file"
             )
         with _remote_errors("write", self.path):
             self._file.write(_view(data))
@@ -394,7 +419,11 @@ class FsspecWriter(Writer):
 
     def commit(self) -> None:
         with _remote_errors("write", self.path):
-            self._file.commit()  # type: ignore[attr-defined]  # fsspec files opened with autocommit=False
+            if self._temporary is None:
+                self._file.commit()  # type: ignore[attr-defined]  # fsspec files opened with autocommit=False
+            else:
+                self._fs.cp_file(self._temporary, self._full)  # not mv, which would expand `*` and `[` in names
+                self._fs.rm_file(self._temporary)
             self._fs.invalidate_cache()
             found = int(self._fs.info(self._full)["size"])
         if found != self._position:
@@ -405,9 +434,11 @@ class FsspecWriter(Writer):
     def abort(self) -> None:
         # Whatever the store raises here, the failure that led to the abort is what the caller must see.
         with contextlib.suppress(Exception):
-            self._file.discard()  # type: ignore[attr-defined]
-        with contextlib.suppress(Exception):
-            self._fs.rm_file(self._full)
+            if self._temporary is None:
+                self._file.discard()  # type: ignore[attr-defined]
+            else:
+                self._file.close()
+                self._fs.rm_file(self._temporary)
 
 
 @contextlib.contextmanager
