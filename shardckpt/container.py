@@ -19,6 +19,9 @@ from shardckpt.storage import Reader
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors format itself."""
 
+MAX_DIMS = 64
+"""As many as torch and NumPy allow; more would make products of sizes costly to refuse."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -111,10 +114,11 @@ def parse_json(text: bytes, path: str) -> object:
         result = dict(pairs)
         if len(result) < len(pairs):
             raise FormatError(f"{path!r} has a duplicate key in its JSON; it was not written by a sound tool")
+        "".join(result).encode()  # a lone surrogate is a ValueError
         return result
 
     try:
-        parsed: object = json.loads(text, object_pairs_hook=unique)
+        parsed: object = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         if isinstance(error, FormatError):
             raise
@@ -134,9 +138,9 @@ def _parse(text: bytes, path: str, data_begin: int) -> tuple[tuple[Entry, ...], 
 
 def _entry(key: str, value: object, path: str, data_begin: int) -> Entry:
     match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if all(
-            type(n) is int and 0 <= n < 1 << 62 for n in [*shape, begin, end]
-        ):
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(
+            shape
+        ) <= MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, begin, end]):
             if dtype not in ITEM_BYTES:
                 raise FormatError(
                     f"{key!r} in {path!r} has the unknown dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}"

@@ -17,7 +17,7 @@ from safetensors import numpy as safetensors_numpy
 
 from shardckpt.catalogue import Boxes, Catalogue, File, Spans, Tensor
 from shardckpt.checksum import crc32c
-from shardckpt.container import parse_json
+from shardckpt.container import MAX_DIMS, parse_json
 from shardckpt.dtypes import ITEM_BYTES
 from shardckpt.errors import CorruptError, FormatError
 from shardckpt.layout import Layout
@@ -168,7 +168,7 @@ def _check_manifest(manifest: Manifest, path: str) -> None:
     for tensor in manifest.tensors:
         if tensor.dtype not in ITEM_BYTES:
             refuse(f"gives {tensor.name!r} the unknown dtype {tensor.dtype!r}")
-        if any(not 0 <= n < 1 << 62 for n in tensor.shape):
+        if len(tensor.shape) > MAX_DIMS or any(not 0 <= n < 1 << 62 for n in tensor.shape):
             refuse(f"gives {tensor.name!r} the shape {tensor.shape}")
         for name in (tensor.name, *tensor.aliases):
             if name in names:
@@ -258,8 +258,8 @@ def decode_chunk_table(data: bytes, path: str) -> tuple[Spans, Boxes]:
         if column.dtype.kind != "u" or column.ndim != dims or len(column) != rows or column.max(initial=0) >= 1 << 62:
             raise FormatError(f"{path!r} has a malformed column {name!r}; it was not written by shardckpt")
         wide[name] = column.astype(np.int64)
-    if wide["box.offset"].shape != wide["box.shape"].shape:
-        raise FormatError(f"{path!r} has box offsets and shapes of different width; it was not written by shardckpt")
+    if wide["box.offset"].shape != wide["box.shape"].shape or wide["box.shape"].shape[1] > MAX_DIMS:
+        raise FormatError(f"{path!r} has box offsets and shapes of no sound width; it was not written by shardckpt")
     return (
         Spans(*(wide[f"span.{column}"] for column in _SPAN_COLUMNS)),
         Boxes(*(wide[f"box.{column}"] for column in _BOX_COLUMNS)),
@@ -283,7 +283,9 @@ def _check_chunks(catalogue: Catalogue, path: str) -> None:
     numel = np.array([tensor.numel for tensor in catalogue.tensors], np.int64)
     bad_spans = (spans.start >= spans.stop) | (spans.stop > numel[spans.tensor])
     dims = _padded_shapes(catalogue, boxes.offset.shape[1])[boxes.tensor]
+    ndim = np.array([len(tensor.shape) for tensor in catalogue.tensors], np.int64)
     bad_boxes = ((boxes.shape < 1) | (boxes.offset + boxes.shape > dims)).any(axis=1)
+    bad_boxes |= ndim[boxes.tensor] > boxes.shape.shape[1]
     if (outside := np.flatnonzero(np.concatenate([bad_spans, bad_boxes]))).size:
         raise FormatError(f"{path!r} has a chunk outside its tensor: {catalogue.describe(int(outside[0]))}")
     begin = np.array([file.header_nbytes for file in catalogue.files], np.int64)
