@@ -154,7 +154,8 @@ def stored(manifest: Manifest, table: bytes) -> Stored:
     _check_chunks(catalogue, record.path)
     if len(spans) + len(boxes) != manifest.num_chunks:
         raise FormatError(
-            f"{record.path!r} has {len(spans) + len(boxes)} chunks, the manifest says {manifest.num_chunks}"
+            f"{record.path!r} has {len(spans) + len(boxes)} chunks, the manifest says {manifest.num_chunks}; it was "
+            "not written by a sound shardckpt"
         )
     objects: Json = msgspec.json.decode(manifest.objects)
     return Stored(manifest, catalogue, objects)
@@ -268,6 +269,10 @@ def decode_chunk_table(data: bytes, path: str) -> tuple[Spans, Boxes]:
 
 def _check_chunks(catalogue: Catalogue, path: str) -> None:
     """Check that every chunk names a tensor and a file, lies in both, and carries a checksum."""
+
+    def refuse(what: str) -> None:
+        raise FormatError(f"{path!r} {what}; it was not written by a sound shardckpt")
+
     spans, boxes = catalogue.spans, catalogue.boxes
     num_tensors, num_files = len(catalogue.tensors), len(catalogue.files)
     for column, limit in (
@@ -277,9 +282,7 @@ def _check_chunks(catalogue: Catalogue, path: str) -> None:
         (boxes.file, num_files),
     ):
         if (column >= limit).any():
-            raise FormatError(
-                f"{path!r} names tensor or file number {int(column.max())} of {limit}; it was not written by shardckpt"
-            )
+            refuse(f"names tensor or file number {int(column.max())} of {limit}")
     numel = np.array([tensor.numel for tensor in catalogue.tensors], np.int64)
     bad_spans = (spans.start >= spans.stop) | (spans.stop > numel[spans.tensor])
     dims = _padded_shapes(catalogue, boxes.offset.shape[1])[boxes.tensor]
@@ -287,14 +290,14 @@ def _check_chunks(catalogue: Catalogue, path: str) -> None:
     bad_boxes = ((boxes.shape < 1) | (boxes.offset + boxes.shape > dims)).any(axis=1)
     bad_boxes |= ndim[boxes.tensor] > boxes.shape.shape[1]
     if (outside := np.flatnonzero(np.concatenate([bad_spans, bad_boxes]))).size:
-        raise FormatError(f"{path!r} has a chunk outside its tensor: {catalogue.describe(int(outside[0]))}")
+        refuse(f"has a chunk outside its tensor: {catalogue.describe(int(outside[0]))}")
     begin = np.array([file.header_nbytes for file in catalogue.files], np.int64)
     size = np.array([file.nbytes for file in catalogue.files], np.int64)
     at, file = catalogue.chunk_byte_offset, catalogue.chunk_file
     if (outside := np.flatnonzero((at < begin[file]) | (at + catalogue.chunk_nbytes > size[file]))).size:
-        raise FormatError(f"{path!r} has a chunk outside its file: {catalogue.describe(int(outside[0]))}")
+        refuse(f"has a chunk outside its file: {catalogue.describe(int(outside[0]))}")
     if (catalogue.chunk_crc >= 1 << 32).any():
-        raise FormatError(f"{path!r} has a checksum of more than 32 bits; it was not written by shardckpt")
+        refuse("has a checksum of more than 32 bits")
 
 
 def _padded_shapes(catalogue: Catalogue, width: int) -> NDArray[np.int64]:
