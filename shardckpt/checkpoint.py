@@ -10,11 +10,9 @@ from collections.abc import Iterator, Mapping
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
 from shardckpt.committed import read_committed
-from shardckpt.endpoints import MemorySink, ReaderPool
+from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import listing
 from shardckpt.manifest import Json, Manifest, Stored
 from shardckpt.objects import decode
@@ -160,19 +158,18 @@ class StoredTensor:
         """
         import torch  # so that looking at names and shapes needs none
 
-        from shardckpt.tensors import torch_dtype
+        from shardckpt.tensors import fill_of, torch_dtype
 
         box, picks = _box_of(index, self.shape)
-        out = np.empty(box.numel * self._tensor.item_bytes, np.uint8)
+        out = torch.empty(box.shape, dtype=torch_dtype(self.dtype, fqn=self.name))
         target = CatalogueBuilder()
         number = target.add_tensor(self._tensor)
-        target.add_file(File("memory", len(out), 0))
+        target.add_file(File("memory", box.numel * self._tensor.item_bytes, 0))
         target.add_chunk(number, normalise(box, self.shape, fqn=self.name), file=0, byte_offset=0)
         sources = self._pool.sources([file.path for file in self._catalogue.files])
         copies = plan(self._catalogue, target.build())
-        transfer(copies, sources, [MemorySink(out)], options=TransferOptions())
-        dtype = torch_dtype(self.dtype, fqn=self.name)
-        return torch.from_numpy(out).view(dtype).reshape(box.shape)[picks]
+        transfer(copies, sources, [fill_of(out, fqn=self.name).sink], options=TransferOptions())
+        return out[picks]
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None) -> Checkpoint:

@@ -121,7 +121,8 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as bytes. # [nbytes] uint8"""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
 
 def _refuse_opaque(tensor: torch.Tensor, fqn: str) -> None:
