@@ -1,0 +1,65 @@
+"""The table of layers: which file may import which. Data only; `test_layers.py` holds the code to it.
+
+A new file gets a line here: put it on the lowest floor that is above everything it imports.
+"""
+
+from __future__ import annotations
+
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "sharding": (
+        ("errors", "layout", "policy"),
+        ("mesh", "wrap"),
+        ("bucket",),
+        ("collectives",),
+        ("unit",),
+        ("prefetch", "state_dict"),
+        ("hooks",),
+        ("fully_shard",),
+        ("__init__",),
+    ),
+    "shardckpt": (
+        ("errors", "checksum"),
+        ("region", "dtypes", "names", "storage", "coordinate"),
+        ("catalogue", "endpoints", "optimizer_state"),
+        ("container", "layout", "plan", "tensors"),
+        ("manifest", "shard_file", "transfer"),
+        ("committed", "objects"),
+        ("write_files", "checkpoint", "state", "formats/*"),
+        ("wanted",),
+        ("saving", "loading", "tools/*"),
+        ("cli/options", "cli/output"),
+        ("cli/*",),
+        ("cli/main",),
+        ("__init__",),
+    ),
+}
+"""Package -> its files by floor, lowest first. A file imports lower floors of its package only; a name beats a pattern."""
+
+ONLY_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "sharding": {
+        "shardckpt": (),
+    },
+    "shardckpt": {
+        "sharding": ("state",),
+        "sharding.layout": ("layout",),
+        "torch": ("checkpoint", "coordinate", "loading", "optimizer_state", "saving", "state", "tensors", "wanted"),
+        "click": ("cli/*",),
+        "rich": ("cli/*",),
+        "fsspec": ("storage",),
+        "s3fs": ("storage",),
+        "threading": ("transfer", "endpoints"),
+        "concurrent": ("transfer",),
+        "multiprocessing": (),
+        "pickle": (),
+    },
+}
+"""Package -> what is imported -> the files that may. The longest name that fits counts."""
+
+COLLECTIVES_IN: dict[str, tuple[str, ...]] = {"sharding": ("collectives",), "shardckpt": ("coordinate",)}
+"""Package -> the files that may issue collectives."""
+
+MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
+    ("shardckpt/coordinate", "_get_default_store"): "torch has no public way to the store that its ranks share",
+    ("shardckpt/coordinate", "torch._C._distributed_c10d"): "the only home of the error that this store raises",
+}
+"""(File, private name) -> why there is no other way."""
