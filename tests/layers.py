@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
     ),
 }
-"""Package -> its files by floor, lowest first. A file imports lower floors of its package only; a name beats a pattern."""
+"""Package -> its files by floor, lowest first. A file imports lower floors of its package; a name beats a pattern."""
 
 ONLY_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "sharding": {
