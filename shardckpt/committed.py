@@ -42,7 +42,8 @@ I64 = NDArray[np.int64]
 
 WRITER = "shardckpt 0.1.0"
 _OWN_FILE = re.compile(
-    r"(shard-\d{5,}-of-\d{5,}|chunks)(-[0-9a-f]{8})?\.safetensors|\..*" + re.escape(TEMPORARY_SUFFIX)
+    r"(shard-\d{5,}-of-\d{5,}|chunks)(-[0-9a-f]{8})?\.safetensors"
+    r"|\.[^/]*\.[0-9a-f]{16}" + re.escape(TEMPORARY_SUFFIX)
 )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
-from shardckpt.committed import Draft, commit, prepare
-from shardckpt.endpoints import MemorySource
+from shardckpt.committed import Draft, commit, prepare, read_committed
+from shardckpt.endpoints import MemorySink, MemorySource, ReaderPool
 from shardckpt.layout import Bucket, Layout, regions
 from shardckpt.manifest import Json
+from shardckpt.plan import plan
 from shardckpt.region import whole
 from shardckpt.shard_file import lay_out_shards
-from shardckpt.storage import open_store
-from shardckpt.transfer import TransferOptions
+from shardckpt.storage import Store, open_store
+from shardckpt.transfer import TransferOptions, transfer
 from shardckpt.write_files import write_files
 
 DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
@@ -37,7 +39,7 @@ def in_memory(
 
 
 def write_checkpoint(
-    url: str,
+    root: str | Store,
     arrays: Arrays,
     *,
     world_size: int = 2,
@@ -51,7 +53,17 @@ def write_checkpoint(
 ) -> None:
     """Write `arrays` as a checkpoint of `world_size` ranks: one flat bucket a dtype, and the `replicated` ones.
 
-    Names should begin with a section, such as "model.".
+    Args:
+        root: A path, a URL or a store.
+        arrays: Tensors by name. Names should begin with a section, such as "model.".
+        world_size: How many ranks to write.
+        replicated: The tensors that every rank holds whole.
+        aliases: Further names of tied tensors.
+        sections: Section -> kind; None for modules.
+        objects: The encoded non-tensor state.
+        step: The training step.
+        align: Of the buckets.
+        overwrite: Replace a checkpoint that is there.
     """
     source, sources = in_memory(arrays, aliases)
     tensors = source.tensors
@@ -63,7 +75,20 @@ def write_checkpoint(
     )
     found = sections or dict.fromkeys((name.split(".")[0] for name in arrays), "module")
     draft = Draft(step, world_size, found, tensors, layout, objects if objects is not None else {})
-    destination = prepare(open_store(url), overwrite=overwrite)
+    destination = prepare(root if isinstance(root, Store) else open_store(root), overwrite=overwrite)
     files = lay_out_shards(tensors, regions(layout, tensors, world_size), draft.naming(destination.token))
     written = write_files(source, sources, files, destination.store, options=TransferOptions())
     commit(destination, draft, written.catalogue, written.headers_crc)
+
+
+def read_checkpoint(root: str | Store) -> dict[str, NDArray[np.generic]]:
+    """Read all tensors of a committed checkpoint, every checksum compared."""
+    store = root if isinstance(root, Store) else open_store(root)
+    stored = read_committed(store).catalogue
+    numpy_names = {name: dtype for dtype, name in DTYPES.items()}
+    found = {t.name: np.empty(t.shape, numpy_names[t.dtype]) for t in stored.tensors}
+    target, _ = in_memory(found)
+    sinks = [MemorySink(array.reshape(-1).view(np.uint8)) for array in found.values()]
+    with closing(ReaderPool(store)) as pool:
+        transfer(plan(stored, target), pool.sources([file.path for file in stored.files]), sinks)
+    return found
