@@ -20,9 +20,9 @@ from shardckpt.container import FileSet
 from shardckpt.coordinate import DEFAULT_TIMEOUT_S, Coordinator, coordinator
 from shardckpt.endpoints import Source
 from shardckpt.errors import MismatchError, listing
-from shardckpt.layout import Bucket, Layout, RankSpans, regions
+from shardckpt.layout import Bucket, Layout, RankChunks, regions
 from shardckpt.plan import prove_coverage
-from shardckpt.shard_file import chunks_of, lay_out_shard, place_shards
+from shardckpt.shard_file import chunk_rows, chunks_of, lay_out_shard, place_shards
 from shardckpt.state import LocalState, LocalTensor, collect
 from shardckpt.storage import Store, open_store
 from shardckpt.tensors import source_of
@@ -197,7 +197,8 @@ class _Saving:
         """Write this rank's file."""
         rank, draft = self._together.rank, self._draft
         naming = draft.naming(token)
-        chunks = chunks_of(_spans(draft).of_rank(rank))
+        own = _chunks(draft).of_rank(rank)
+        chunks = chunks_of(draft.tensors, own)
         header, begins, nbytes = lay_out_shard(draft.tensors, chunks, rank, naming)
         target = CatalogueBuilder()
         target.tensors.extend(draft.tensors)
@@ -208,17 +209,19 @@ class _Saving:
         files = FileSet(target.build(), (header,))
         options = TransferOptions(budget_bytes=budget_bytes)
         written = write_files(source, sources, files, self._store, options=options)
-        crcs = written.catalogue.chunk_crc.astype(np.uint32).tobytes()
-        return msgspec.msgpack.encode(_ShardReport(len(header), crc32c(header), crcs, nbytes))
+        crcs = np.empty(len(chunks), np.uint32)
+        crcs[chunk_rows(own)] = written.catalogue.chunk_crc
+        return msgspec.msgpack.encode(_ShardReport(len(header), crc32c(header), crcs.tobytes(), nbytes))
 
     def commit(self, payloads: Sequence[bytes]) -> bytes:
         """Commit what all ranks wrote."""
         reports = [msgspec.msgpack.decode(payload, type=_ShardReport) for payload in payloads]
         draft = self._draft
         naming = draft.naming(self._destination.token)
-        placed = place_shards(draft.tensors, _spans(draft), naming, [report.header_nbytes for report in reports])
+        chunks = _chunks(draft)
+        placed = place_shards(draft.tensors, chunks, naming, [report.header_nbytes for report in reports])
         crcs = np.concatenate([np.frombuffer(report.chunk_crcs, np.uint32) for report in reports]).astype(np.int64)
-        written = with_chunk_crcs(placed, crcs)
+        written = with_chunk_crcs(placed, crcs[chunk_rows(chunks)])
         prove_coverage(written)
         commit(self._destination, draft, written, [report.header_crc for report in reports])
         return msgspec.msgpack.encode((sum(report.nbytes for report in reports), self._destination.leftovers))
@@ -272,7 +275,7 @@ def _layout(local: LocalState, tensors: Sequence[Tensor]) -> Layout:
     return Layout(buckets, [i for i, one in enumerate(local.tensors) if one.shard.is_replicated])
 
 
-def _spans(draft: Draft) -> RankSpans:
+def _chunks(draft: Draft) -> RankChunks:
     assert draft.layout is not None
     return regions(draft.layout, draft.tensors, draft.world_size)
 

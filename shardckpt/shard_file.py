@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
+from shardckpt.catalogue import NO_CRC, Boxes, Catalogue, File, Spans, Tensor
 from shardckpt.container import FileSet, build_header
-from shardckpt.layout import RankSpans
+from shardckpt.layout import RankChunks
 from shardckpt.names import chunk_key
 from shardckpt.region import Box, Region, Span
 
@@ -58,36 +59,60 @@ class ShardNaming:
         return own | {"state": self.state.decode()} if rank == 0 else own
 
 
-def lay_out_shards(tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNaming) -> FileSet:
-    """Lay out the files of all ranks, one each, for chunks that are spans."""
+def lay_out_shards(tensors: Sequence[Tensor], chunks: RankChunks, naming: ShardNaming) -> FileSet:
+    """Lay out the files of all ranks, one each."""
     headers = [
-        lay_out_shard(tensors, chunks_of(spans.of_rank(rank)), rank, naming)[0] for rank in range(naming.world_size)
+        lay_out_shard(tensors, chunks_of(tensors, chunks.of_rank(rank)), rank, naming)[0]
+        for rank in range(naming.world_size)
     ]
-    return FileSet(place_shards(tensors, spans, naming, [len(header) for header in headers]), tuple(headers))
+    return FileSet(place_shards(tensors, chunks, naming, [len(header) for header in headers]), tuple(headers))
 
 
 def place_shards(
-    tensors: Sequence[Tensor], spans: RankSpans, naming: ShardNaming, header_nbytes: Sequence[int]
+    tensors: Sequence[Tensor], chunks: RankChunks, naming: ShardNaming, header_nbytes: Sequence[int]
 ) -> Catalogue:
-    """Give the catalogue of the files of all ranks, from the sizes of their headers alone."""
+    """Give the catalogue of the files of all ranks, from the sizes of their headers alone.
+
+    Its spans and its boxes are each in file order: chunk `i` of it is row `chunk_rows(chunks)[i]` of `chunks`.
+    """
     item = np.array([tensor.item_bytes for tensor in tensors], np.int64)
-    ends = np.cumsum((spans.stop - spans.start) * item[spans.tensor])
-    first = np.searchsorted(spans.rank, np.arange(naming.world_size + 1))
-    bases = np.concatenate([[0], ends])[first]  # payload bytes of all ranks before
+    ends = np.concatenate([[0], np.cumsum((chunks.stop - chunks.start) * item[chunks.tensor])])
+    bases = ends[np.searchsorted(chunks.rank, np.arange(naming.world_size + 1))]  # payload bytes of all ranks before
     headers = np.array(header_nbytes, np.int64)
-    at = np.concatenate([[0], ends])[:-1] - bases[spans.rank] + headers[spans.rank]
+    at = ends[:-1] - bases[chunks.rank] + headers[chunks.rank]
     files = tuple(
         File(naming.path(rank), header + payload, header)
         for rank, (header, payload) in enumerate(zip(headers.tolist(), np.diff(bases).tolist(), strict=True))
     )
-    no_crc = np.full(len(spans.rank), NO_CRC, np.int64)
-    return Catalogue(tuple(tensors), files, Spans(spans.tensor, spans.start, spans.stop, spans.rank, at, no_crc))
+    no_crc = np.full(len(chunks.rank), NO_CRC, np.int64)
+    is_span = chunks.box < 0
+    columns = (chunks.tensor, chunks.start, chunks.stop, chunks.rank, at, no_crc)
+    spans = Spans(*(column[is_span] for column in columns))
+    box, boxes = chunks.box[~is_span], chunks.take(np.flatnonzero(~is_span))
+    offset, shape = chunks.offset[box], chunks.shape[box]
+    return Catalogue(
+        tuple(tensors), files, spans, Boxes(boxes.tensor, offset, shape, boxes.rank, at[~is_span], no_crc[~is_span])
+    )
 
 
-def chunks_of(spans: RankSpans) -> list[tuple[int, Region]]:
+def chunk_rows(chunks: RankChunks) -> NDArray[np.int64]:
+    """Give the row of every chunk of the catalogue that `place_shards` makes: spans first, then boxes."""
+    return np.concatenate([np.flatnonzero(chunks.box < 0), np.flatnonzero(chunks.box >= 0)])
+
+
+def chunks_of(tensors: Sequence[Tensor], chunks: RankChunks) -> list[tuple[int, Region]]:
     """Give the (tensor, region) of each row."""
-    rows = zip(spans.tensor.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
-    return [(tensor, Span(start, stop)) for tensor, start, stop in rows]
+    found: list[tuple[int, Region]] = []
+    columns = (chunks.tensor.tolist(), chunks.start.tolist(), chunks.stop.tolist(), chunks.box.tolist())
+    for tensor, start, stop, box in zip(*columns, strict=True):
+        if box < 0:
+            found.append((tensor, Span(start, stop)))
+        else:
+            ndim = len(tensors[tensor].shape)
+            found.append(
+                (tensor, Box(tuple(chunks.offset[box, :ndim].tolist()), tuple(chunks.shape[box, :ndim].tolist())))
+            )
+    return found
 
 
 def lay_out_shard(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardckpt.catalogue import Tensor
 from shardckpt.errors import FormatError
-from shardckpt.layout import Bucket, Layout, RankSpans, regions, single_bucket
+from shardckpt.layout import Bucket, Layout, RankChunks, regions, single_bucket
 from sharding.layout import Slot, lay_out
 
 DIM0 = (0, 1, 2, 3, 5, 7, 10, 17, 4097)
@@ -40,7 +40,7 @@ def with_moments() -> tuple[list[Tensor], Layout]:
     return tensors, Layout(buckets, replicated)
 
 
-def spans_by_tensor(found: RankSpans) -> dict[int, list[tuple[int, int, int]]]:
+def spans_by_tensor(found: RankChunks) -> dict[int, list[tuple[int, int, int]]]:
     """Give (start, stop, rank) by tensor, in order of start."""
     rows = zip(found.tensor.tolist(), found.start.tolist(), found.stop.tolist(), found.rank.tolist(), strict=True)
     return {

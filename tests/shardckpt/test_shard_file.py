@@ -50,7 +50,7 @@ def test_files_can_be_placed_from_the_sizes_of_their_headers_alone() -> None:
     placed = place_shards(TENSORS, spans, ShardNaming(4, 7), [len(header) for header in files.headers])
     assert placed.files == files.catalogue.files
     for rank in range(4):
-        _, begins, _ = lay_out_shard(TENSORS, chunks_of(spans.of_rank(rank)), rank, ShardNaming(4, 7))
+        _, begins, _ = lay_out_shard(TENSORS, chunks_of(TENSORS, spans.of_rank(rank)), rank, ShardNaming(4, 7))
         assert placed.chunk_byte_offset[placed.chunk_file == rank].tolist() == begins
 
 
