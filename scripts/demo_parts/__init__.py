@@ -1,0 +1,1 @@
+"""The demo, in parts: real weights, real training, and out to other programs."""

@@ -1,0 +1,109 @@
+"""Commands of the demo: each runs as its own process, and says how long it took and how much memory it needed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.demo_parts.report import Done, Report
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "examples" / "train_bytes.py"
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+class CommandError(Exception):
+    """A command of the demo failed; what it wrote is on the screen."""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Runs commands in one folder, from which their paths are shown."""
+
+    report: Report
+    folder: Path
+
+    def shardckpt(self, *arguments: str | Path, exit_code: int = 0) -> Done:
+        """Run the command line of shardckpt, with what it says on the screen."""
+        return self._show("shardckpt", *arguments, exit_code=exit_code)
+
+    def torchrun(self, ranks: int, *arguments: str | Path, stop_when: Callable[[], bool] | None = None) -> Done:
+        """Run `arguments` on that many local ranks; all are terminated once `stop_when`, asked often, says True."""
+        options = ("--standalone", "--nproc-per-node", str(ranks))
+        return self._show("torchrun", *options, *arguments, stop_when=stop_when)
+
+    def module(self, name: str, *arguments: str | Path) -> str:
+        """Run a module of this package that needs torch, out of sight, and give what it printed."""
+        return _run([sys.executable, "-m", f"{__package__}.{name}", *arguments], self.folder, is_quiet=True).output
+
+    def _show(
+        self, program: str, *arguments: str | Path, exit_code: int = 0, stop_when: Callable[[], bool] | None = None
+    ) -> Done:
+        words = [_shown(word, self.folder) for word in arguments]
+        self.report.say(f"\n$ {program} {shlex.join(words)}")
+        path = Path(sys.executable).with_name(program)
+        return _run([path, *words], self.folder, exit_code=exit_code, stop_when=stop_when)
+
+
+def _shown(word: str | Path, folder: Path) -> str:
+    """Give an argument as one would type it in `folder`."""
+
+    if isinstance(word, Path) and word.is_relative_to(folder):
+        return str(word.relative_to(folder))
+    return str(word)
+
+
+def _run(
+    argv: list[str | Path],
+    folder: Path,
+    *,
+    is_quiet: bool = False,
+    exit_code: int = 0,
+    stop_when: Callable[[], bool] | None = None,
+) -> Done:
+    sys.stdout.flush()
+    started = time.perf_counter()
+    child = subprocess.Popen(
+        argv,
+        cwd=folder,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if is_quiet else None,
+        stderr=subprocess.DEVNULL if stop_when else None,  # torchrun tells at length that it was terminated
+        text=True,
+    )
+    text = child.stdout.read() if child.stdout else ""
+    was_stopped = _stop(child, stop_when) if stop_when else False
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode != exit_code and not was_stopped:
+        raise CommandError(f"exit code {child.returncode}, expected {exit_code}: {shlex.join(map(str, argv))}\n{text}")
+    return Done(text, time.perf_counter() - started, usage.ru_maxrss * _RSS_UNIT)
+
+
+def _stop(child: subprocess.Popen[str], stop_when: Callable[[], bool]) -> bool:
+    """Terminate the child when the condition holds; False if it went first."""
+    while not stop_when():
+        if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    return True
+
+
+def _environment() -> dict[str, str]:
+    """Give the environment of a child: offline, quiet, one thread a rank, and this repository to import from."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
