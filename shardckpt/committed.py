@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardckpt.catalogue import Boxes, Catalogue, File, Spans, Tensor
 from shardckpt.checksum import combine_groups, crc32c
-from shardckpt.errors import CheckpointExistsError, CheckpointNotFoundError, NoSpaceError, listing
+from shardckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, NoSpaceError, listing
 from shardckpt.layout import Layout
 from shardckpt.manifest import (
     MANIFEST_PATH,
@@ -120,6 +120,30 @@ def draft_of(found: Stored) -> Draft:
         manifest.layout,
         found.objects,
     )
+
+
+class _State(msgspec.Struct):
+    """What `Draft.naming` puts into rank 0's header."""
+
+    sections: dict[str, str]
+    tensors: list[TensorRecord]
+    layout: Layout | None
+    objects: msgspec.Raw
+
+
+def draft_of_state(state: bytes, step: int | None, world_size: int) -> Draft:
+    """Give the draft whose `naming` has this `state`: from rank 0's header, or from rank 0 itself.
+
+    Raises:
+        FormatError: If it is not what `Draft.naming` makes.
+    """
+    try:
+        found = msgspec.json.decode(state, type=_State)
+        objects: Json = msgspec.json.decode(found.objects)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"the state in a shard file's header does not follow the format: {error}") from None
+    tensors = tuple(Tensor(t.name, t.dtype, tuple(t.shape), tuple(t.aliases)) for t in found.tensors)
+    return Draft(step, world_size, found.sections, tensors, found.layout, objects)
 
 
 def prepare(store: Store, *, overwrite: bool) -> Destination:

@@ -14,6 +14,7 @@ import numpy as np
 from shardckpt.committed import read_committed
 from shardckpt.coordinate import DEFAULT_TIMEOUT_S, coordinator
 from shardckpt.endpoints import ReaderPool
+from shardckpt.errors import MismatchError, listing
 from shardckpt.manifest import Stored
 from shardckpt.plan import plan
 from shardckpt.storage import Store, open_store
@@ -32,8 +33,8 @@ class LoadReport:
         step: The step of the checkpoint.
         nbytes: Bytes that this rank read.
         loaded: Names of the tensors that were filled.
-        missing: What the state has and the checkpoint lacks; only with `strict=False`.
-        unexpected: What the loaded sections of the checkpoint have and the state lacks; only with `strict=False`.
+        missing: What the state of any rank has and the checkpoint lacks; only with `strict=False`.
+        unexpected: What the loaded sections of the checkpoint have and no rank's state has; only with `strict=False`.
         unverified_nbytes: Bytes, over all ranks, of chunks that they read in part only, and so could not check.
     """
 
@@ -87,14 +88,18 @@ def load(
     """
     together = coordinator(process_group, timeout_s)
     loading = _Loading(open_store(path, storage_options), state, strict)
-    together.exchange("read the manifest", loading.prepare)
+    answer = together.exchange("match the checkpoint with the state", loading.prepare, loading.check_names)
+    matched = msgspec.msgpack.decode(answer, type=_Names)
     answer = together.exchange("read the tensors", lambda: loading.read(budget_bytes), loading.compare_partial)
     together.exchange("take the state", loading.finish)
-    return loading.report(unverified_nbytes=msgspec.msgpack.decode(answer, type=int))
+    return loading.report(matched, unverified_nbytes=msgspec.msgpack.decode(answer, type=int))
 
 
 class _Loading:
-    """One load, as one rank sees it; the methods are its phases. `compare_partial` runs on rank 0 alone."""
+    """One load, as one rank sees it; the methods are its phases.
+
+    `check_names` and `compare_partial` run on rank 0 alone.
+    """
 
     def __init__(self, store: Store, state: MutableMapping[str, object], strict: bool) -> None:
         self._store = store
@@ -109,8 +114,28 @@ class _Loading:
         """Open the checkpoint and match it with the state; nothing in the state is changed."""
         self._found = read_committed(self._store)
         self._wanted = Wanted(self._found, self._state)
-        self._wanted.check_names(strict=self._strict)
-        return b""
+        wanted = self._wanted
+        return msgspec.msgpack.encode(_Names(tuple(wanted.missing), tuple(wanted.unexpected()), wanted.is_empty))
+
+    def check_names(self, payloads: Sequence[bytes]) -> bytes:
+        """Refuse a match that is not complete, or (not strict) that is empty; give what all ranks together miss."""
+        names = [msgspec.msgpack.decode(payload, type=_Names) for payload in payloads]
+        missing = tuple(dict.fromkeys(name for one in names for name in one.missing))
+        unexpected = tuple(name for name in names[0].unexpected if all(name in one.unexpected for one in names))
+        if self._strict and (missing or unexpected):
+            lacking = f"it lacks {listing(missing)}" if missing else ""
+            extra = f"it has {listing(unexpected)}, which the state lacks" if unexpected else ""
+            raise MismatchError(
+                f"the checkpoint does not fit the state: {'; '.join(filter(None, (lacking, extra)))}. "
+                "Build the state as it was saved, or pass strict=False to load what fits."
+            )
+        is_empty = all(one.is_empty for one in names)
+        if is_empty and self._found.catalogue.tensors:
+            raise MismatchError(
+                f"nothing of the checkpoint fits the state: it has {listing(self._found.catalogue.by_name)}, the state "
+                f"wants {listing(missing)}. Compare the names with `shardckpt inspect --tensors`."
+            )
+        return msgspec.msgpack.encode(_Names(missing, unexpected, is_empty))
 
     def read(self, budget_bytes: int) -> bytes:
         """Read the tensors, and give the checksums of chunks that were read in part."""
@@ -144,16 +169,24 @@ class _Loading:
         self._wanted.finish()
         return b""
 
-    def report(self, *, unverified_nbytes: int) -> LoadReport:
+    def report(self, matched: _Names, *, unverified_nbytes: int) -> LoadReport:
         """Say what was done."""
         return LoadReport(
             self._found.manifest.step,
             self._nbytes,
             tuple(self._wanted.loaded()),
-            tuple(self._wanted.missing),
-            tuple(self._wanted.unexpected()),
+            matched.missing,
+            matched.unexpected,
             unverified_nbytes,
         )
+
+
+class _Names(msgspec.Struct):
+    """What of names does not match: on a rank, or on all together."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    is_empty: bool
 
 
 class _ReadReport(msgspec.Struct):

@@ -7,33 +7,14 @@ parameter are spans of a global tensor like it; all else, `step` above all, is t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import MismatchError, UnsupportedError, listing
-from shardckpt.region import Region, Shape, whole
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What this rank holds of one named tensor.
-
-    Attributes:
-        fqn: Its name, wrapper prefixes gone.
-        aliases: Further names of it.
-        tensor: The local elements: the parameter object that the optimizer sees, or a buffer.
-        region: Which elements of the global tensor they are.
-        shape: Global shape.
-        is_replicated: True if every rank holds the whole tensor.
-    """
-
-    fqn: str
-    aliases: tuple[str, ...]
-    tensor: torch.Tensor
-    region: Region
-    shape: Shape
-    is_replicated: bool
+from shardckpt.region import Shape
+from shardckpt.shard import Shard, shard_of_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +107,18 @@ class NamedOptimizer:
         """
         name = f"state.{entry.parameter.fqn}.{entry.key}"
         shape = tuple(entry.tensor.shape)
-        if entry.is_like_parameter:
+        if entry.is_like_parameter and not isinstance(entry.tensor, DTensor):
             parameter = entry.parameter
-            return Shard(name, (), entry.tensor, parameter.region, parameter.shape, parameter.is_replicated)
-        if not entry.parameter.is_replicated and entry.tensor.numel() != 1:
+            return replace(parameter, fqn=name, aliases=(), tensor=entry.tensor)
+        is_cut = not entry.parameter.is_replicated and not isinstance(entry.tensor, DTensor)
+        if is_cut and entry.parameter.mesh is None and entry.tensor.numel() != 1:
             raise UnsupportedError(
                 f"cannot save {name!r} of state[{self.section!r}]: it has the local shape {shape}, its sharded "
                 "parameter "
                 f"{tuple(entry.parameter.tensor.shape)}; only state shaped like the parameter, or scalars, can be "
                 "sharded"
             )
-        return Shard(name, (), entry.tensor, whole(shape), shape, True)
+        return shard_of_tensor(name, entry.tensor)
 
     def set_groups(self, stored: list[dict[str, object]]) -> None:
         """Set the hyperparameters of every group to those of the stored group that has its parameters.

@@ -13,14 +13,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
+from shardckpt.catalogue import Catalogue, CatalogueBuilder, File
 from shardckpt.checksum import crc32c
-from shardckpt.committed import Destination, Draft, commit, prepare, with_chunk_crcs
+from shardckpt.committed import Destination, Draft, commit, draft_of_state, prepare, with_chunk_crcs
 from shardckpt.container import FileSet
 from shardckpt.coordinate import DEFAULT_TIMEOUT_S, Coordinator, coordinator
+from shardckpt.dtensors import MeshCut
 from shardckpt.endpoints import Source
-from shardckpt.errors import MismatchError, listing
-from shardckpt.layout import Bucket, Layout, RankChunks, regions
+from shardckpt.errors import MismatchError
+from shardckpt.layout import Bucket, Layout, Mesh, RankChunks, regions
+from shardckpt.manifest import Json
+from shardckpt.merge import HeldState, held, merge
 from shardckpt.plan import prove_coverage
 from shardckpt.shard_file import chunk_rows, chunks_of, lay_out_shard, place_shards
 from shardckpt.state import LocalState, LocalTensor, collect
@@ -93,34 +96,28 @@ def save(
     store = open_store(path, storage_options)
     saving = _Saving(together, store, step, overwrite)
     answer = together.exchange("collect the state", lambda: saving.collect(state), saving.agree)
-    if (differing := msgspec.msgpack.decode(answer, type=_Agreement)).differing:
-        together.exchange("compare the states", lambda: saving.description(differing.differing), saving.refuse)
-    report = together.exchange(
-        "write the shard files", lambda: saving.write(differing.token, budget_bytes), saving.commit
-    )
+    if not answer:
+        answer = together.exchange("merge the states", saving.describe, saving.merge)
+    token = saving.take_agreement(answer)
+    report = together.exchange("write the shard files", lambda: saving.write(token, budget_bytes), saving.commit)
     nbytes, leftovers = msgspec.msgpack.decode(report, type=tuple[int, tuple[str, ...]])
     return SaveReport(store.url, nbytes, time.monotonic() - started, leftovers)
 
 
+class _Collected(msgspec.Struct):
+    """What a rank says of its state: a digest of it, and the checksum of each tensor that other ranks hold too."""
+
+    digest: bytes  # empty if there is no rule for the state as a whole
+    shared: bytes  # uint32 a shared tensor, in the order of the state
+
+
 class _Agreement(msgspec.Struct):
-    """Rank 0's answer to what all ranks collected: the token of the destination, or who differs from rank 0."""
+    """Rank 0's answer: the token of the destination, and, where ranks differ, the whole and who writes what."""
 
     token: str
-    differing: tuple[int, ...]
-
-
-class _Description(msgspec.Struct):
-    """What must be equal on all ranks, to be named where it is not."""
-
-    tensors: dict[str, str]
-    objects: bytes
-
-
-class _Collected(msgspec.Struct):
-    """What a rank says of its state: a digest of all that must be equal, and the checksum of each replica."""
-
-    digest: bytes
-    replicas: bytes  # uint32 a replicated tensor, in the order of the state
+    state: bytes = b""  # of the merged draft: `ShardNaming.state`
+    chunks: tuple[bytes, ...] = ()  # int64 columns of `RankChunks`
+    width: int = 0
 
 
 class _ShardReport(msgspec.Struct):
@@ -133,7 +130,7 @@ class _ShardReport(msgspec.Struct):
 
 
 class _Saving:
-    """One save, as one rank sees it; the methods are its phases. `agree`, `refuse` and `commit` run on rank 0 alone."""
+    """One save, as one rank sees it; the methods are its phases. `agree`, `merge` and `commit` run on rank 0 alone."""
 
     def __init__(self, together: Coordinator, store: Store, step: int | None, overwrite: bool) -> None:
         self._together = together
@@ -142,73 +139,84 @@ class _Saving:
         self._overwrite = overwrite
         self._local: LocalState
         self._draft: Draft
+        self._chunks: RankChunks
         self._destination: Destination
 
     def collect(self, state: Mapping[str, object]) -> bytes:
-        """Collect the state and give its digest and the checksums of replicas."""
+        """Collect the state; give its digest and the checksums of what other ranks hold too."""
         self._local = collect(state)
-        self._draft = _draft(self._local, self._step, self._together.world_size)
+        world_size = self._together.world_size
+        tensors = tuple(one.tensor for one in self._local.tensors)
+        layout = layout_of(self._local, world_size)
+        self._draft = Draft(self._step, world_size, self._local.sections, tensors, layout, self._local.objects)
+        if layout is None:
+            return msgspec.msgpack.encode(_Collected(b"", b""))
         digest = hashlib.sha256(self._draft.naming("").state).digest()
-        replicas = [local for local in self._local.tensors if local.shard.is_replicated]
-        crcs = [_crc_of(local) for local in replicas] if self._together.world_size > 1 else []
+        shared = shared_tensors(self._local, world_size) if world_size > 1 else []
+        crcs = [_crc_of(self._local.tensors[position]) for position, _ in shared]
         return msgspec.msgpack.encode(_Collected(digest, np.array(crcs, np.uint32).tobytes()))
 
     def agree(self, payloads: Sequence[bytes]) -> bytes:
-        """Check that all ranks hold the same, and make the destination ready."""
+        """Check that all ranks hold the same, and make the destination ready; nothing, if they do not."""
         collected = [msgspec.msgpack.decode(payload, type=_Collected) for payload in payloads]
-        differing = tuple(rank for rank, one in enumerate(collected) if one.digest != collected[0].digest)
-        token = ""
-        if not differing:
-            self._check_replicas([np.frombuffer(one.replicas, np.uint32) for one in collected])
-            self._destination = prepare(self._store, overwrite=self._overwrite)
-            token = self._destination.token
-        return msgspec.msgpack.encode(_Agreement(token, differing))
-
-    def description(self, differing: Sequence[int]) -> bytes:
-        """Give what this rank holds in words, if it is asked: rank 0 and those that differ from it."""
-        if self._together.rank != 0 and self._together.rank not in differing:
+        if not collected[0].digest or any(one.digest != collected[0].digest for one in collected):
             return b""
-        tensors = {
-            tensor.name: f"{tensor.dtype} {tensor.shape} {'also ' + listing(tensor.aliases) if tensor.aliases else ''}"
-            for tensor in self._draft.tensors
-        }
-        return msgspec.msgpack.encode(_Description(tensors, msgspec.json.encode(self._draft.objects)))
+        if len(collected) > 1:
+            self._check_shared(np.stack([np.frombuffer(one.shared, np.uint32) for one in collected]))
+        self._destination = prepare(self._store, overwrite=self._overwrite)
+        return msgspec.msgpack.encode(_Agreement(self._destination.token))
 
-    def refuse(self, payloads: Sequence[bytes]) -> bytes:
-        """Raise an error that says how the first differing rank differs from rank 0."""
-        told = {rank: msgspec.msgpack.decode(p, type=_Description) for rank, p in enumerate(payloads) if p}
-        other = min(rank for rank in told if rank != 0)
-        mine, theirs = told[0].tensors, told[other].tensors
-        lines = (
-            [f"only on rank 0: {listing(sorted(mine.keys() - theirs.keys()))}"] if mine.keys() - theirs.keys() else []
-        )
-        if theirs.keys() - mine.keys():
-            lines.append(f"only on rank {other}: {listing(sorted(theirs.keys() - mine.keys()))}")
-        changed = [name for name in mine if name in theirs and mine[name] != theirs[name]]
-        lines += [f"{name!r} is {mine[name]} on rank 0, {theirs[name]} on rank {other}" for name in changed[:5]]
-        if not lines:
-            lines = ["values that are no tensors, or the order or wrapping of the tensors"]
-        raise MismatchError(
-            f"ranks hold different states: rank {other} differs from rank 0: {'; '.join(lines)}. "
-            "Give the same state on all ranks."
-        )
+    def describe(self) -> bytes:
+        """Give all that this rank holds, but the tensors' bytes."""
+        tensors = [held(one.tensor, one.shard.region, _crc_of(one)) for one in self._local.tensors]
+        objects = self._local.objects
+        assert isinstance(objects, dict)
+        raw = {section: msgspec.Raw(msgspec.json.encode(value)) for section, value in objects.items()}
+        return msgspec.msgpack.encode(HeldState(tensors, self._local.sections, raw))
+
+    def merge(self, payloads: Sequence[bytes]) -> bytes:
+        """Put together what all ranks hold, and make the destination ready."""
+        merged = merge([msgspec.msgpack.decode(payload, type=HeldState) for payload in payloads])
+        objects: dict[str, Json] = dict(merged.objects)
+        draft = Draft(self._step, self._together.world_size, merged.sections, merged.tensors, None, objects)
+        naming = draft.naming("")
+        prove_coverage(place_shards(merged.tensors, merged.chunks, naming, [0] * draft.world_size))
+        self._destination = prepare(self._store, overwrite=self._overwrite)
+        c = merged.chunks
+        columns = (c.rank, c.tensor, c.start, c.stop, c.box, c.offset, c.shape)
+        chunks = tuple(column.tobytes() for column in columns)
+        return msgspec.msgpack.encode(_Agreement(self._destination.token, naming.state, chunks, c.offset.shape[1]))
+
+    def take_agreement(self, answer: bytes) -> str:
+        """Take rank 0's answer, and give the token of the destination."""
+        agreement = msgspec.msgpack.decode(answer, type=_Agreement)
+        if agreement.state:
+            self._draft = draft_of_state(agreement.state, self._step, self._together.world_size)
+            columns = [np.frombuffer(column, np.int64) for column in agreement.chunks]
+            offset, shape = (
+                column.reshape(-1, agreement.width) if len(column) else _no_boxes() for column in columns[5:]
+            )
+            self._chunks = RankChunks(columns[0], columns[1], columns[2], columns[3], columns[4], offset, shape)
+        else:
+            assert self._draft.layout is not None
+            self._chunks = regions(self._draft.layout, self._draft.tensors, self._draft.world_size)
+        return agreement.token
 
     def write(self, token: str, budget_bytes: int) -> bytes:
         """Write this rank's file."""
         rank, draft = self._together.rank, self._draft
         naming = draft.naming(token)
-        own = _chunks(draft).of_rank(rank)
+        own = self._chunks.of_rank(rank)
         chunks = chunks_of(draft.tensors, own)
         header, begins, nbytes = lay_out_shard(draft.tensors, chunks, rank, naming)
         target = CatalogueBuilder()
-        target.tensors.extend(draft.tensors)
         target.add_file(File(naming.path(rank), nbytes, len(header)))
+        index = {tensor: target.add_tensor(draft.tensors[tensor]) for tensor in dict.fromkeys(t for t, _ in chunks)}
         for (tensor, region), begin in zip(chunks, begins, strict=True):
-            target.add_chunk(tensor, region, file=0, byte_offset=begin)
+            target.add_chunk(index[tensor], region, file=0, byte_offset=begin)
         source, sources = in_memory(self._local.tensors)
-        files = FileSet(target.build(), (header,))
         options = TransferOptions(budget_bytes=budget_bytes)
-        written = write_files(source, sources, files, self._store, options=options)
+        written = write_files(source, sources, FileSet(target.build(), (header,)), self._store, options=options)
         crcs = np.empty(len(chunks), np.uint32)
         crcs[chunk_rows(own)] = written.catalogue.chunk_crc
         return msgspec.msgpack.encode(_ShardReport(len(header), crc32c(header), crcs.tobytes(), nbytes))
@@ -216,29 +224,27 @@ class _Saving:
     def commit(self, payloads: Sequence[bytes]) -> bytes:
         """Commit what all ranks wrote."""
         reports = [msgspec.msgpack.decode(payload, type=_ShardReport) for payload in payloads]
-        draft = self._draft
-        naming = draft.naming(self._destination.token)
-        chunks = _chunks(draft)
-        placed = place_shards(draft.tensors, chunks, naming, [report.header_nbytes for report in reports])
+        naming = self._draft.naming(self._destination.token)
+        headers = [report.header_nbytes for report in reports]
+        placed = place_shards(self._draft.tensors, self._chunks, naming, headers)
         crcs = np.concatenate([np.frombuffer(report.chunk_crcs, np.uint32) for report in reports]).astype(np.int64)
-        written = with_chunk_crcs(placed, crcs[chunk_rows(chunks)])
+        written = with_chunk_crcs(placed, crcs[chunk_rows(self._chunks)])
         prove_coverage(written)
-        commit(self._destination, draft, written, [report.header_crc for report in reports])
+        commit(self._destination, self._draft, written, [report.header_crc for report in reports])
         return msgspec.msgpack.encode((sum(report.nbytes for report in reports), self._destination.leftovers))
 
-    def _check_replicas(self, crcs: Sequence[NDArray[np.uint32]]) -> None:
-        """Refuse if what should be the same on all ranks is not."""
-        replicas = [local for local in self._local.tensors if local.shard.is_replicated]
-        for rank, found in enumerate(crcs):
-            wrong = np.flatnonzero(found != crcs[0])
+    def _check_shared(self, crcs: NDArray[np.uint32]) -> None:
+        """Refuse if what should be the same on several ranks is not. `crcs` is [ranks, shared tensors]."""
+        for column, (position, holders) in enumerate(shared_tensors(self._local, self._together.world_size)):
+            first = np.unique(holders, return_index=True)[1]  # the first rank of each group that holds the same
+            wrong = np.flatnonzero(crcs[:, column] != crcs[first[holders], column])
             if len(wrong):
-                name = replicas[int(wrong[0])].tensor.name
+                rank, like = int(wrong[0]), int(first[holders[wrong[0]]])
                 raise MismatchError(
-                    f"{name!r} should be the same on all ranks, but its bytes on rank {rank} are not those on rank 0 "
-                    "(checksum "
-                    f"{int(found[wrong[0]]):08x}, on rank 0 {int(crcs[0][wrong[0]]):08x}; {len(wrong)} tensors "
-                    "differ). "
-                    "Bring the ranks together before saving, or leave it out."
+                    f"{self._local.tensors[position].tensor.name!r} should be the same on ranks {like} and {rank}, "
+                    "but its bytes "
+                    f"differ (checksums {int(crcs[like, column]):08x} and {int(crcs[rank, column]):08x}). "
+                    "Bring the ranks together before saving, give it another name on each, or leave it out."
                 )
 
 
@@ -251,38 +257,71 @@ def in_memory(tensors: Sequence[LocalTensor]) -> tuple[Catalogue, list[Source]]:
         nbytes = local.shard.region.numel * local.tensor.item_bytes
         file = builder.add_file(File(f"memory of {local.tensor.name}", nbytes, 0))
         builder.add_chunk(index, local.shard.region, file=file, byte_offset=0)
-        sources.append(source_of(local.shard.tensor, fqn=local.tensor.name))
+        sources.append(source_of(local.shard.local, fqn=local.tensor.name))
     return builder.build(), sources
 
 
-def _draft(local: LocalState, step: int | None, world_size: int) -> Draft:
-    tensors = tuple(one.tensor for one in local.tensors)
-    return Draft(step, world_size, local.sections, tensors, _layout(local, tensors), local.objects)
-
-
-def _layout(local: LocalState, tensors: Sequence[Tensor]) -> Layout:
-    """Give the rule by which a state is cut: the runtime's buckets, and what is replicated."""
-    index = {tensor.name: i for i, tensor in enumerate(tensors)}
+def layout_of(local: LocalState, world_size: int) -> Layout | None:
+    """Give the rule by which a state is cut, or None if some tensor follows none: it lies on a mesh of other ranks."""
+    index = {one.tensor.name: i for i, one in enumerate(local.tensors)}
     buckets = [
         Bucket(
             bucket.align,
             list(bucket.numel),
             list(bucket.granularity),
             [[-1 if name is None else index[name] for name in column] for column in bucket.columns],
+            0 if bucket.num_shards == world_size else bucket.num_shards,
         )
         for bucket in local.buckets
     ]
-    return Layout(buckets, [i for i, one in enumerate(local.tensors) if one.shard.is_replicated])
+    placed = {name for bucket in local.buckets for column in bucket.columns for name in column}
+    replicated = [i for i, one in enumerate(local.tensors) if one.shard.is_replicated]
+    meshes: dict[MeshCut, list[int]] = {}
+    for i, one in enumerate(local.tensors):
+        if one.shard.mesh is not None:
+            if one.shard.mesh.ranks != tuple(range(world_size)):
+                return None
+            meshes.setdefault(one.shard.mesh, []).append(i)
+        elif not one.shard.is_replicated and one.tensor.name not in placed:
+            return None
+    rules = [Mesh(list(mesh.axes), list(mesh.cuts), tensors) for mesh, tensors in meshes.items()]
+    return Layout(buckets, replicated, rules)
 
 
-def _chunks(draft: Draft) -> RankChunks:
-    assert draft.layout is not None
-    return regions(draft.layout, draft.tensors, draft.world_size)
+def shared_tensors(local: LocalState, world_size: int) -> list[tuple[int, NDArray[np.int64]]]:
+    """Give the tensors that several ranks hold alike: place in the state, and a number by rank, equal where they do."""
+    ranks = np.arange(world_size)
+    hybrid = {
+        name: bucket.num_shards
+        for bucket in local.buckets
+        if bucket.num_shards < world_size
+        for column in bucket.columns
+        for name in column
+    }
+    found = []
+    for position, one in enumerate(local.tensors):
+        mesh = one.shard.mesh
+        if one.shard.is_replicated:
+            found.append((position, ranks * 0))
+        elif one.tensor.name in hybrid:
+            found.append((position, ranks % hybrid[one.tensor.name]))
+        elif mesh is not None and mesh.has_replicas:
+            axes = [axis for axis, _ in mesh.cuts]
+            coordinates = np.unravel_index(ranks, mesh.axes)
+            sizes = [mesh.axes[axis] for axis in axes]
+            held_by = np.ravel_multi_index([coordinates[axis] for axis in axes], sizes) if axes else ranks * 0
+            found.append((position, np.asarray(held_by, np.int64)))
+    return found
+
+
+def _no_boxes() -> NDArray[np.int64]:
+    return np.empty((0, 0), np.int64)
 
 
 def _crc_of(local: LocalTensor) -> int:
-    """Give the checksum of all bytes of a replicated tensor."""
-    source, nbytes = source_of(local.shard.tensor, fqn=local.tensor.name), local.tensor.nbytes
+    """Give the checksum of what this rank holds of a tensor."""
+    source = source_of(local.shard.local, fqn=local.tensor.name)
+    nbytes = local.shard.region.numel * local.tensor.item_bytes
     buffer = np.empty(min(nbytes, _CRC_STEP_BYTES), np.uint8)
     crc = 0
     for at in range(0, nbytes, _CRC_STEP_BYTES):

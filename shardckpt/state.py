@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 import sharding
 from shardckpt import names
 from shardckpt.catalogue import Tensor
-from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import Json
 from shardckpt.names import Path
 from shardckpt.objects import encode, path_text
-from shardckpt.optimizer_state import NamedOptimizer, Shard
-from shardckpt.region import Span, normalise, whole
+from shardckpt.optimizer_state import NamedOptimizer
+from shardckpt.region import Span, normalise
+from shardckpt.shard import Shard, shard_of_tensor
 from shardckpt.tensors import dtype_name
 
 
@@ -50,6 +50,7 @@ class NamedBucket:
     """A flat bucket of the runtime by names: `columns[kind][slot]` is None where the slot has no such tensor."""
 
     align: int
+    num_shards: int
     numel: tuple[int, ...]
     granularity: tuple[int, ...]
     columns: tuple[tuple[str | None, ...], ...]
@@ -115,18 +116,15 @@ def module_shards(section: str, module: torch.nn.Module) -> list[Shard]:
     by_identity: dict[int, list[str]] = {}
     found = sharding.local_state_dict(module)
     for fqn, local in found.items():
-        if isinstance(local.tensor, DTensor):
-            raise UnsupportedError(
-                f"cannot save or load {fqn!r} of state[{section!r}]: DTensor parameters are not supported yet; "
-                "shard the module with `sharding`, or pass full tensors"
-            )
         by_identity.setdefault(id(local.tensor), []).append(fqn)
     shards = []
     for first, *aliases in by_identity.values():
         local = found[first]
-        held = whole(local.shape) if local.is_replicated else Span(local.start, local.stop)
-        region = normalise(held, local.shape, fqn=first)
-        shards.append(Shard(first, tuple(aliases), local.tensor, region, local.shape, local.is_replicated))
+        if local.is_replicated:
+            shards.append(shard_of_tensor(first, local.tensor, tuple(aliases)))
+        else:
+            region = normalise(Span(local.start, local.stop), local.shape, fqn=first)
+            shards.append(Shard(first, tuple(aliases), local.tensor, region, local.shape, False))
     return shards
 
 
@@ -174,10 +172,6 @@ def _value_leaves(section: str, value: object) -> Iterator[_Leaf]:
     def collect_tensor(path: Path, leaf: object) -> str | None:
         if not isinstance(leaf, torch.Tensor):
             return None
-        if isinstance(leaf, DTensor):
-            raise UnsupportedError(
-                f"cannot save {path_text(path)}: DTensors are not supported yet; pass `full_tensor()`"
-            )
         key = _memory_of(leaf)
         tensors.setdefault(key, leaf)
         found.setdefault(key, []).append(path)
@@ -185,14 +179,12 @@ def _value_leaves(section: str, value: object) -> Iterator[_Leaf]:
 
     encode(value, (section,), collect_tensor)
     for key, paths in found.items():
-        tensor = tensors[key]
-        shape = tuple(tensor.shape)
-        yield _Leaf(tuple(paths), Shard(path_text(paths[0]), (), tensor, whole(shape), shape, True))
+        yield _Leaf(tuple(paths), shard_of_tensor(path_text(paths[0]), tensors[key]))
 
 
 def _memory_of(tensor: torch.Tensor) -> object:
     """Give a key that two tensors share only if they are the same elements in the same order."""
-    if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.data_ptr() == 0:
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or not tensor.numel() or not tensor.data_ptr():
         return id(tensor)
     return (
         tensor.device,
@@ -244,6 +236,7 @@ def _buckets(
                     columns.append(column)
             yield NamedBucket(
                 bucket.align,
+                bucket.world_size,
                 tuple(slot.numel for slot in bucket.slots),
                 tuple(slot.granularity for slot in bucket.slots),
                 tuple(column for column in columns if any(name is not None for name in column)),

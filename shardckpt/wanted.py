@@ -7,17 +7,19 @@ moved.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardckpt import names
 from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
-from shardckpt.errors import FormatError, MismatchError, listing
+from shardckpt.errors import FormatError, MismatchError
 from shardckpt.manifest import Json, Stored
 from shardckpt.names import Path
 from shardckpt.objects import decode, tensor_paths
 from shardckpt.optimizer_state import NamedOptimizer, is_like_parameter
-from shardckpt.region import Region, whole
+from shardckpt.shard import Shard, shard_of_tensor
 from shardckpt.state import Stateful, kind_of, module_shards, named_optimizers
 from shardckpt.tensors import Fill, dtype_name, fill_of, torch_dtype
 
@@ -68,25 +70,10 @@ class Wanted:
             if tensor.name not in self._taken and tensor.name.startswith(prefixes)
         ]
 
-    def check_names(self, *, strict: bool) -> None:
-        """Refuse a match that is not complete, or (not `strict`) that is empty.
-
-        Raises:
-            MismatchError: Names what is missing and what is left over.
-        """
-        unexpected = self.unexpected()
-        if strict and (self.missing or unexpected):
-            lacking = f"it lacks {listing(self.missing)}" if self.missing else ""
-            extra = f"it has {listing(unexpected)}, which the state lacks" if unexpected else ""
-            raise MismatchError(
-                f"the checkpoint does not fit the state: {'; '.join(filter(None, (lacking, extra)))}. "
-                "Build the state as it was saved, or pass strict=False to load what fits."
-            )
-        if not self._builder.tensors and not self._objects and self._found.catalogue.tensors:
-            raise MismatchError(
-                f"nothing of the checkpoint fits the state: it has {listing(self._found.catalogue.by_name)}, the state "
-                f"wants {listing(self.missing)}. Compare the names with `shardckpt inspect --tensors`."
-            )
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing of the checkpoint has a place in the state."""
+        return not self._builder.tensors and not self._objects
 
     def finish(self) -> None:
         """Put into place what was read: everything but the tensors that were filled where they lie."""
@@ -125,7 +112,7 @@ class Wanted:
         for shard in module_shards(section, module):
             stored = self._lookup([(section, fqn) for fqn in (shard.fqn, *shard.aliases)])
             if stored is not None:
-                self._want(stored, shard.tensor, shard.region, shard.shape)
+                self._want(stored, shard)
 
     def _match_optimizer(self, section: str, optimizer: NamedOptimizer) -> None:
         stored_keys = self._stored_optimizer_keys(section)
@@ -137,10 +124,18 @@ class Wanted:
                 current = optimizer.optimizer.state.get(parameter, {})
                 for key, stored in stored_keys.get(names.plain((shard.fqn,)), {}).items():
                     is_like = is_like_parameter(key, stored.shape, shard.shape)
-                    shape = tuple(shard.tensor.shape) if is_like else stored.shape
-                    device = parameter.device if is_like or step_follows else torch.device("cpu")
-                    tensor = _fitting(current.get(key), stored, shape, device)
-                    self._want(stored, tensor, shard.region if is_like else whole(shape), stored.shape)
+                    tensor = current.get(key)
+                    if not _fits(tensor, stored, shard.tensor.shape if is_like else stored.shape):
+                        dtype = torch_dtype(stored.dtype, fqn=stored.name)
+                        if is_like:
+                            tensor = torch.empty_like(parameter.detach(), dtype=dtype)
+                        else:
+                            device = parameter.device if step_follows else "cpu"
+                            tensor = torch.empty(stored.shape, dtype=dtype, device=device)
+                    is_span = is_like and not isinstance(tensor, DTensor)
+                    self._want(
+                        stored, replace(shard, tensor=tensor) if is_span else shard_of_tensor(stored.name, tensor)
+                    )
                     state[key] = tensor
                 self._optimizer_state[id(parameter)] = state
 
@@ -157,23 +152,25 @@ class Wanted:
             if stored.name in tensors:
                 tensors[name] = tensors[stored.name]
                 continue
-            tensor = _fitting(_at(current, path), stored, stored.shape, torch.device("cpu"))
-            self._want(stored, tensor, whole(stored.shape), stored.shape)
+            tensor = _at(current, path)
+            if not isinstance(tensor, torch.Tensor) or not _fits(tensor, stored, stored.shape):
+                tensor = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype, fqn=name))
+            self._want(stored, shard_of_tensor(name, tensor))
             tensors[name] = tensors[stored.name] = tensor
 
-    def _want(self, stored: Tensor, tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> None:
-        """Ask for a region of a stored tensor, to be put into `tensor`, a shard of a tensor of global shape `shape`."""
-        dtype = dtype_name(tensor, fqn=stored.name)
-        if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
+    def _want(self, stored: Tensor, shard: Shard) -> None:
+        """Ask for what a shard holds of a stored tensor."""
+        dtype = dtype_name(shard.tensor, fqn=stored.name)
+        if (stored.dtype, stored.shape) != (dtype, shard.shape):
             raise MismatchError(
                 f"cannot load {stored.name!r}: the checkpoint has dtype {stored.dtype} and global shape "
                 f"{stored.shape}, the "
-                f"state {dtype} and {tuple(shape)}. Build it from the config that was saved, or leave this section out."
+                f"state {dtype} and {shard.shape}. Build it from the config that was saved, or leave this section out."
             )
         index = self._builder.add_tensor(stored)
-        file = self._builder.add_file(File(f"memory of {stored.name}", region.numel * stored.item_bytes, 0))
-        self._builder.add_chunk(index, region, file=file, byte_offset=0)
-        self.fills.append(fill_of(tensor, fqn=stored.name))
+        file = self._builder.add_file(File(f"memory of {stored.name}", shard.region.numel * stored.item_bytes, 0))
+        self._builder.add_chunk(index, shard.region, file=file, byte_offset=0)
+        self.fills.append(fill_of(shard.local, fqn=stored.name))
         self._taken.add(stored.name)
 
     # Names
@@ -220,12 +217,10 @@ class Wanted:
                 optimizer.optimizer.state.pop(parameter, None)
 
 
-def _fitting(current: object, stored: Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Give `current` if it can take a stored tensor in place, else a new tensor of the local shape `shape`."""
+def _fits(current: object, stored: Tensor, shape: Sequence[int]) -> bool:
+    """Tell whether `current` is a tensor of this shape that can take a stored tensor in place."""
     dtype = torch_dtype(stored.dtype, fqn=stored.name)
-    if isinstance(current, torch.Tensor) and current.dtype == dtype and tuple(current.shape) == tuple(shape):
-        return current
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return isinstance(current, torch.Tensor) and current.dtype == dtype and tuple(current.shape) == tuple(shape)
 
 
 def _at(value: object, path: Path) -> object:
