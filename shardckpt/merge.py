@@ -40,7 +40,7 @@ class HeldState(msgspec.Struct):
 
     tensors: list[HeldTensor]
     sections: dict[str, str]
-    objects: dict[str, msgspec.Raw]
+    objects: dict[str, bytes]  # JSON
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def _assign(states: Sequence[HeldState], tensors: Sequence[Tensor], index: Mappi
         start_,
         stop_,
         box_,
-        np.array([(*offset, *(0,) * (width - len(offset))) for offset, _ in boxes], np.int64).reshape(-1, width),
-        np.array([(*shape, *(1,) * (width - len(shape))) for _, shape in boxes], np.int64).reshape(-1, width),
+        np.array([(*offset, *(0,) * (width - len(offset))) for offset, _ in boxes], np.int64).reshape(len(boxes), width),
+        np.array([(*shape, *(1,) * (width - len(shape))) for _, shape in boxes], np.int64).reshape(len(boxes), width),
     )
 
 

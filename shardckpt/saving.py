@@ -171,7 +171,7 @@ class _Saving:
         tensors = [held(one.tensor, one.shard.region, _crc_of(one)) for one in self._local.tensors]
         objects = self._local.objects
         assert isinstance(objects, dict)
-        raw = {section: msgspec.Raw(msgspec.json.encode(value)) for section, value in objects.items()}
+        raw = {section: msgspec.json.encode(value) for section, value in objects.items()}
         return msgspec.msgpack.encode(HeldState(tensors, self._local.sections, raw))
 
     def merge(self, payloads: Sequence[bytes]) -> bytes:
