@@ -213,7 +213,7 @@ def commit(destination: Destination, draft: Draft, written: Catalogue, headers_c
         layout=draft.layout,
         objects=msgspec.Raw(msgspec.json.encode(draft.objects)),
     )
-    store.put(MANIFEST_PATH, encode_manifest(manifest))
+    store.put(MANIFEST_PATH, encode_manifest(manifest), is_new=not destination.token)
     if destination.token:
         named = {MANIFEST_PATH, table_path, *(file.path for file in written.files)}
         for path in store.list():

@@ -143,10 +143,11 @@ class ReaderPool:
 class FileSink(Sink):
     """A file of a store, begun with its header on the first write."""
 
-    def __init__(self, store: Store, path: str, header: bytes) -> None:
+    def __init__(self, store: Store, path: str, header: bytes, nbytes: int) -> None:
         self._store = store
         self._path = path
         self._header = header
+        self._nbytes = nbytes
         self._lock = Lock()
         self._writer: Writer | None = None
         self.is_sequential = store.is_sequential
@@ -167,6 +168,6 @@ class FileSink(Sink):
     def _begun(self) -> Writer:
         with self._lock:
             if self._writer is None:
-                self._writer = self._store.create(self._path)
+                self._writer = self._store.create(self._path, nbytes=self._nbytes)
                 self._writer.write(0, self._header)
             return self._writer

@@ -58,7 +58,8 @@ def write_files(
     copies = plan(source, target.catalogue, renamed=renamed)
     check_space(store, target.nbytes)
     sinks = [
-        FileSink(store, file.path, header) for file, header in zip(target.catalogue.files, target.headers, strict=True)
+        FileSink(store, file.path, header, file.nbytes)
+        for file, header in zip(target.catalogue.files, target.headers, strict=True)
     ]
     report = transfer(copies, sources, sinks, options=options)
     for number, sink in enumerate(sinks):

@@ -19,8 +19,9 @@ from shardckpt.errors import (
     NoSpaceError,
     StorageError,
 )
+from shardckpt.local_store import LocalStore
 from shardckpt.manifest import MANIFEST_PATH
-from shardckpt.storage import LocalStore, Reader, Store, Writer, open_store
+from shardckpt.storage import Reader, Store, Writer, open_store
 from tests.shardckpt.checkpoints import read_checkpoint, write_checkpoint
 
 OLD = {"model.w": np.arange(50, dtype=np.float32), "model.b": np.arange(6).reshape(2, 3)}
@@ -56,20 +57,20 @@ class KilledStore(Store):
         """Look as the inner store."""
         return self.inner.exists(path)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, is_new: bool = False) -> None:
         """Put, if alive."""
         self.change()
-        self.inner.put(path, data)
+        self.inner.put(path, data, is_new=is_new)
 
     def delete(self, path: str) -> None:
         """Delete, if alive."""
         self.change()
         self.inner.delete(path)
 
-    def create(self, path: str) -> Writer:
+    def create(self, path: str, *, nbytes: int) -> Writer:
         """Create, if alive."""
         self.change()
-        return KilledWriter(self, self.inner.create(path))
+        return KilledWriter(self, self.inner.create(path, nbytes=nbytes))
 
 
 class KilledWriter(Writer):
@@ -182,10 +183,10 @@ def test_a_failed_overwrite_leaves_the_old(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path), OLD)
 
     class NoManifest(LocalStore):
-        def put(self, path: str, data: bytes) -> None:
+        def put(self, path: str, data: bytes, *, is_new: bool = False) -> None:
             if path == MANIFEST_PATH:
                 raise StorageError.wrap("write", path, OSError("injected"))
-            super().put(path, data)
+            super().put(path, data, is_new=is_new)
 
     with pytest.raises(StorageError, match="injected"):
         write_checkpoint(NoManifest(tmp_path), NEW, overwrite=True)

@@ -10,7 +10,8 @@ import pytest
 
 from shardckpt.endpoints import FileSink, MemorySink, MemorySource, ReaderPool
 from shardckpt.errors import CheckpointNotFoundError
-from shardckpt.storage import LocalReader, LocalStore, Reader, open_store
+from shardckpt.local_store import LocalReader, LocalStore
+from shardckpt.storage import Reader, open_store
 
 
 def count(n: int) -> np.ndarray:
@@ -64,7 +65,7 @@ def test_a_file_begins_with_its_header_and_appears_at_commit(tmp_path: Path, roo
     """The header is written first, even of a file to which nothing else is written."""
     store = open_store(root or tmp_path)
     for name, payload in (("some", b"12345678"), ("none", b"")):
-        sink = FileSink(store, name, b"header!!")
+        sink = FileSink(store, name, b"header!!", 8 + len(payload))
         assert sink.is_sequential == store.is_sequential
         if payload:
             sink.write(8, np.frombuffer(payload, np.uint8))
@@ -76,7 +77,7 @@ def test_a_file_begins_with_its_header_and_appears_at_commit(tmp_path: Path, roo
 
 def test_an_abort_before_the_first_write_does_nothing(tmp_path: Path) -> None:
     """A file that was never begun needs no cleaning up."""
-    FileSink(open_store(tmp_path), "x", b"").abort()
+    FileSink(open_store(tmp_path), "x", b"", 0).abort()
     assert open_store(tmp_path).list() == {}
 
 

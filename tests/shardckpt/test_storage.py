@@ -15,7 +15,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardckpt.errors import CheckpointNotFoundError, FormatError, NoSpaceError, StorageError
-from shardckpt.storage import LocalStore, LocalWriter, Store, open_store, split_url
+from shardckpt.local_store import LocalStore, LocalWriter
+from shardckpt.storage import Store, open_store, split_url
 
 CONTENT = bytes(range(256)) * 40
 
@@ -62,7 +63,7 @@ class StorageContract(ABC):
     @pytest.mark.parametrize("path", ["b.bin", "folder/b.bin"])
     def test_a_file_appears_whole_at_commit(self, store: Store, path: str) -> None:
         """Nothing of that name is there while it is written, nor when it is finished."""
-        writer = store.create(path)
+        writer = store.create(path, nbytes=len(CONTENT))
         writer.write(0, CONTENT[:100])
         assert not store.exists(path)
         writer.write(100, np.frombuffer(CONTENT[100:], np.uint8))
@@ -77,7 +78,7 @@ class StorageContract(ABC):
     @pytest.mark.parametrize("is_finished", [False, True])
     def test_an_aborted_file_leaves_nothing(self, store: Store, is_finished: bool) -> None:
         """Abort, before or after the end, removes what was written."""
-        writer = store.create("b.bin")
+        writer = store.create("b.bin", nbytes=len(CONTENT))
         writer.write(0, CONTENT)
         if is_finished:
             writer.finish()
@@ -88,7 +89,7 @@ class StorageContract(ABC):
     def test_an_aborted_overwrite_leaves_the_old_file(self, store: Store) -> None:
         """The file of that name stays as it was until the commit, and after an abort."""
         store.put("a.bin", b"old")
-        writer = store.create("a.bin")
+        writer = store.create("a.bin", nbytes=11)
         writer.write(0, b"new content")
         assert store.get("a.bin", max_nbytes=100) == b"old"
         writer.abort()
@@ -98,7 +99,7 @@ class StorageContract(ABC):
     def test_a_commit_replaces_the_old_file(self, store: Store) -> None:
         """After the commit there is the new file alone."""
         store.put("a.bin", b"old and longer")
-        writer = store.create("a.bin")
+        writer = store.create("a.bin", nbytes=3)
         writer.write(0, b"new")
         writer.finish()
         writer.commit()
@@ -107,7 +108,7 @@ class StorageContract(ABC):
 
     def test_an_empty_file_can_be_written_and_read(self, store: Store) -> None:
         """A file without bytes is a file."""
-        writer = store.create("empty")
+        writer = store.create("empty", nbytes=0)
         writer.finish()
         writer.commit()
         store.put("also-empty", b"")
@@ -129,7 +130,7 @@ class StorageContract(ABC):
 
     def test_names_are_no_patterns(self, store: Store) -> None:
         """Names with the marks of patterns mean themselves."""
-        writer = store.create("x[1]*?.bin")
+        writer = store.create("x[1]*?.bin", nbytes=1)
         writer.write(0, b"1")
         writer.finish()
         writer.commit()
@@ -173,7 +174,7 @@ class StorageContract(ABC):
 
     def test_writers_do_not_mix(self, store: Store) -> None:
         """Two files written in turns, and two writers of one name, keep apart; the last commit stays."""
-        one, two, three = store.create("one"), store.create("two"), store.create("one")
+        one, two, three = (store.create(path, nbytes=100) for path in ("one", "two", "one"))
         for at in range(0, 100, 10):
             one.write(at, b"1" * 10)
             two.write(at, b"2" * 10)
@@ -196,7 +197,7 @@ class TestLocalStore(StorageContract):
     def test_ranges_may_be_written_in_any_order(self, store: Store) -> None:
         """A local file takes ranges as they come."""
         assert not store.is_sequential
-        writer = store.create("a.bin")
+        writer = store.create("a.bin", nbytes=len(CONTENT))
         for at in (5000, 0, 100, 2500):
             end = {0: 100, 100: 2500, 2500: 5000, 5000: len(CONTENT)}[at]
             writer.write(at, CONTENT[at:end])
@@ -222,7 +223,7 @@ class TestLocalStore(StorageContract):
         """The message names the path and says to check it."""
         (tmp_path / "file").write_bytes(b"")
         store = open_store(tmp_path / "file")
-        for action in (store.list, lambda: store.create("x"), lambda: store.open_reader("x")):
+        for action in (store.list, lambda: store.create("x", nbytes=1), lambda: store.open_reader("x")):
             with pytest.raises(StorageError, match=r"cannot \w+ '.*/file.*Check the path and access"):
                 action()
 
@@ -243,7 +244,7 @@ class TestLocalStore(StorageContract):
 
     def test_an_abort_closes_no_descriptor_but_its_own(self, store: Store, tmp_path: Path) -> None:
         """A descriptor number that was reused after the end of a file is left alone."""
-        writer = store.create("a.bin")
+        writer = store.create("a.bin", nbytes=1)
         writer.write(0, b"1")
         writer.finish()
         with (tmp_path / "other").open("wb") as other:  # takes the number that was freed
@@ -285,7 +286,7 @@ class TestMemoryStore(StorageContract):
     def test_writes_out_of_order_are_refused(self, store: Store) -> None:
         """A store that writes front to back says so, and holds to it."""
         assert store.is_sequential
-        writer = store.create("a.bin")
+        writer = store.create("a.bin", nbytes=3)
         writer.write(0, b"12")
         with pytest.raises(StorageError, match=r"written front to back: expected offset 2, found 5; use one worker"):
             writer.write(5, b"3")
@@ -323,7 +324,7 @@ class TestMemoryStore(StorageContract):
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What the store says it has is compared with what was written."""
-        writer = store.create("x")
+        writer = store.create("x", nbytes=3)
         writer.write(0, b"123")
         writer.finish()
         monkeypatch.setattr(MemoryFileSystem, "info", lambda *_, **__: {"size": 2, "type": "file"})

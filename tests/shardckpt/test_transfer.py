@@ -18,9 +18,10 @@ from shardckpt.catalogue import NO_CRC, Catalogue, CatalogueBuilder, File, Tenso
 from shardckpt.checksum import crc32c
 from shardckpt.endpoints import Bytes, FileSink, MemorySink, MemorySource, ReaderPool, Sink, Source
 from shardckpt.errors import CorruptError, FormatError, NoSpaceError, StorageError
+from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.plan import Plan, plan
 from shardckpt.region import Box, Region, Span
-from shardckpt.storage import LocalStore, LocalWriter, Store, Writer, open_store
+from shardckpt.storage import Store, Writer, open_store
 from shardckpt.transfer import Parts, Sizes, TransferOptions, compare, compose, transfer
 from tests.shardckpt.tilings import Arrays, Tiled, arrays, elements, shifted, tilings, with_recorded_crc, wrong_chunks
 
@@ -80,7 +81,7 @@ def test_every_byte_arrives_with_its_checksum(
     buffers = [np.full_like(file, 0xEE) for file in target.files]
     sinks: list[Sink] = [MemorySink(buffer) for buffer in buffers]
     if sink_kind != "memory":
-        sinks = [FileSink(store, f"out-{i}", HEADER) for i in range(len(buffers))]
+        sinks = [FileSink(store, f"out-{i}", HEADER, len(HEADER) + len(data)) for i, data in enumerate(buffers)]
     with sources_of(source_kind, source.files, folder) as sources:
         report = transfer(plan(source.catalogue, wanted), sources, sinks, options=chosen)
     if sink_kind != "memory":
@@ -247,7 +248,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, num_columns: int) -> Non
     wanted = cut((side, side), target, header=len(HEADER)).catalogue
     chosen = TransferOptions(budget_bytes=8 << 20, num_workers=2)
     with sources_of("file", source.files, tmp_path) as sources:
-        sink = FileSink(store, "out", HEADER)
+        sink = FileSink(store, "out", HEADER, wanted.files[0].nbytes)
         tracemalloc.start()
         try:
             transfer(plan(source.catalogue, wanted), sources, [sink], options=chosen)
@@ -264,9 +265,9 @@ def test_memory_stays_within_the_budget(tmp_path: Path, num_columns: int) -> Non
 class FailingWriter(LocalWriter):
     """A writer that fails at a byte, or at the end."""
 
-    def __init__(self, store: FailingStore, path: Path) -> None:
+    def __init__(self, store: FailingStore, path: Path, nbytes: int) -> None:
         self.store = store
-        super().__init__(path)
+        super().__init__(path, nbytes)
 
     def write(self, byte_offset: int, data: Bytes | bytes) -> None:
         """Fail when the store has taken all it can."""
@@ -289,9 +290,9 @@ class FailingStore(LocalStore):
         super().__init__(root)
         self.number, self.room, self.fails_at_finish = number, room, fails_at_finish
 
-    def create(self, path: str) -> Writer:
+    def create(self, path: str, *, nbytes: int) -> Writer:
         """Give a writer that fails."""
-        return FailingWriter(self, self.root / path)
+        return FailingWriter(self, self.root / path, nbytes)
 
 
 def eight_files() -> tuple[Plan, Tiled]:
@@ -303,7 +304,7 @@ def eight_files() -> tuple[Plan, Tiled]:
 def run_into(store: Store, sources: list[Source] | None = None, **change: object) -> None:
     """Copy eight files into a store."""
     wanted, tiled = eight_files()
-    sinks = [FileSink(store, f"out-{i}", HEADER) for i in range(8)]
+    sinks = [FileSink(store, f"out-{i}", HEADER, file.nbytes) for i, file in enumerate(wanted.target.files)]
     chosen = TransferOptions(sizes=TINY, num_workers=3, **change)  # type: ignore[arg-type]
     transfer(wanted, sources or memory_of(tiled), sinks, options=chosen)
 
@@ -382,7 +383,7 @@ def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
     wanted, tiled = eight_files()
     tiled.files[7][5] ^= 4
     store = open_store(tmp_path)
-    sinks = [FileSink(store, f"out-{i}", HEADER) for i in range(8)]
+    sinks = [FileSink(store, f"out-{i}", HEADER, file.nbytes) for i, file in enumerate(wanted.target.files)]
     with pytest.raises(CorruptError):
         transfer(wanted, memory_of(tiled), sinks)
     assert store.list() == {}

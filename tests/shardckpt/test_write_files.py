@@ -13,8 +13,9 @@ from shardckpt.container import FileSet
 from shardckpt.endpoints import MemorySource
 from shardckpt.errors import MismatchError, NoSpaceError, StorageError
 from shardckpt.layout import regions, single_bucket
+from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.shard_file import ShardNaming, lay_out_shards
-from shardckpt.storage import LocalStore, LocalWriter, Writer, open_store
+from shardckpt.storage import Writer, open_store
 from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 from tests.shardckpt.checkpoints import in_memory
@@ -53,7 +54,7 @@ class Small(LocalStore):
         """Give little."""
         return 100
 
-    def create(self, path: str) -> Writer:
+    def create(self, path: str, *, nbytes: int) -> Writer:
         """Refuse."""
         raise AssertionError("nothing may be written")
 
@@ -71,14 +72,14 @@ def test_nothing_is_begun_that_cannot_end(tmp_path: Path) -> None:
 class FailsToCommit(LocalStore):
     """A store whose second file cannot be renamed."""
 
-    def create(self, path: str) -> Writer:
+    def create(self, path: str, *, nbytes: int) -> Writer:
         """Give a writer that fails at commit for rank 1."""
 
         class Failing(LocalWriter):
             def commit(self) -> None:
                 raise StorageError.wrap("write", self.path, OSError("injected"))
 
-        return (Failing if path.startswith("shard-00001") else LocalWriter)(self.root / path)
+        return (Failing if path.startswith("shard-00001") else LocalWriter)(self.root / path, nbytes)
 
 
 def test_a_failed_commit_takes_the_rest_back(tmp_path: Path) -> None:
