@@ -38,7 +38,7 @@ def main() -> None:
 
     config = model_config(num_layers=args.layers)
     model = build_model(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
     if rank == 0:
@@ -67,6 +67,7 @@ def main() -> None:
                 nbytes=saved.nbytes,
                 seconds=saved.seconds,
             )
+    dist.barrier()  # gloo's threads may still hold the last tensors, and would block the next line for ever
     dist.destroy_process_group()
 
 

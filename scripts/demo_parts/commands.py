@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from scripts.demo_parts.report import Done, Report
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "train_bytes.py"
+TIMEOUT_S = 900
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -79,9 +81,12 @@ def _run(
         stderr=subprocess.DEVNULL if stop_when else None,  # torchrun tells at length that it was terminated
         text=True,
     )
+    watchdog = threading.Timer(TIMEOUT_S, child.kill)
+    watchdog.start()
     text = child.stdout.read() if child.stdout else ""
     was_stopped = _stop(child, stop_when) if stop_when else False
     _, status, usage = os.wait4(child.pid, 0)
+    watchdog.cancel()
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != exit_code and not was_stopped:
         raise CommandError(f"exit code {child.returncode}, expected {exit_code}: {shlex.join(map(str, argv))}\n{text}")

@@ -24,6 +24,7 @@ def main(checkpoint: str, config: str, out: str) -> None:
     logits = model(input_ids=batch).logits
     if dist.get_rank() == 0:
         save_file({"batch": batch, "logits": logits}, out)
+    dist.barrier()  # gloo's threads may still hold the last tensors, and would block the next line for ever
     dist.destroy_process_group()
 
 
