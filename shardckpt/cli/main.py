@@ -1,0 +1,51 @@
+"""The command `shardckpt`: knows which file holds which command, and loads only the one that runs."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+COMMANDS = {
+    "import": "Turn a Hugging Face folder or a safetensors file into a checkpoint.",
+    "reshard": "Rewrite a checkpoint for another number of ranks.",
+    "consolidate": "Put the weights of a checkpoint into one safetensors file.",
+    "export": "Write the weights of a checkpoint as a Hugging Face folder.",
+    "inspect": "Show what a checkpoint holds, without reading its tensors.",
+    "verify": "Check that a checkpoint is whole and undamaged.",
+}
+"""Command -> its one sentence; `cli/<command>.py` holds it, as `command`."""
+
+
+class Group(click.Group):
+    """A group whose commands are loaded on demand, so that `--help` is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Give the names of all commands, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"shardckpt.cli.{_MODULES.get(cmd_name, cmd_name)}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, without loading them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+_MODULES = {"import": "import_"}  # a module of that name could not be imported by others
+
+
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: shardckpt inspect step-000100",
+)
+@click.version_option(package_name="shardckpt")
+def main() -> None:
+    """Look at, check and rewrite checkpoints of sharded training; paths are local or any fsspec URL."""

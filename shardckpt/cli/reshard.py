@@ -1,0 +1,55 @@
+"""`shardckpt reshard`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import click
+
+from shardckpt.cli import options
+from shardckpt.cli.output import Output, Row
+from shardckpt.cli.verb import Verb
+from shardckpt.cli.writing import plan_result, write_result
+from shardckpt.storage import Store
+from shardckpt.tools.reshard import plan_reshard
+from shardckpt.tools.rewrite import rewrite
+
+
+@click.command(
+    "reshard",
+    cls=Verb,
+    short_help="Rewrite a checkpoint for another number of ranks.",
+    epilog="Example: shardckpt reshard step-000100 step-000100-on-16 --from 8 --to 16",
+)
+@options.source
+@click.argument("destination", metavar="DST")
+@click.option("--from", "from_ranks", type=click.IntRange(min=1), help="Number of ranks that wrote SRC; checked.")
+@click.option("--to", "to_ranks", type=click.IntRange(min=1), required=True, help="Number of ranks to write for.")
+@options.writing
+@options.storage
+@click.pass_obj
+def command(
+    output: Output,
+    source: str,
+    destination: str,
+    from_ranks: int | None,
+    to_ranks: int,
+    writing: options.Writing,
+    open_at: Callable[[str], Store],
+) -> None:
+    """Rewrite a checkpoint for another number of ranks.
+
+    Writes the files that a save on that many ranks would have written: weights, optimizer and all other state. Loading
+    them then needs no resharding.
+    """
+    target = open_at(destination)
+    started = time.monotonic()
+    job = plan_reshard(open_at(source), to_ranks=to_ranks, from_ranks=from_ranks)
+    facts: Row = {"source": source, "destination": destination, "to_ranks": to_ranks}
+    if writing.is_dry_run:
+        plan_result(output, facts, job.files, target, writing)
+        return
+    with output.progress("reshard", job.files.nbytes) as on_progress:
+        done = rewrite(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
+    write_result(output, facts, job.files, started, done.leftovers)
