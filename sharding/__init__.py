@@ -1,0 +1,88 @@
+"""Fully sharded data parallel training. The public names, loaded when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
+    from sharding.fully_shard import FullyShardedDataParallel, fully_shard
+    from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+    from sharding.state_dict import (
+        LocalTensor,
+        bucket_layouts,
+        full_optimizer_state_dict,
+        full_state_dict,
+        is_sharded,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
+        local_state_dict,
+    )
+    from sharding.wrap import (
+        CustomPolicy,
+        ModuleWrapPolicy,
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+
+_HOME = {
+    "errors": ("LoadError", "ShardingError", "StateError", "UnsupportedError", "WrapError"),
+    "fully_shard": ("FullyShardedDataParallel", "fully_shard"),
+    "policy": ("BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"),
+    "state_dict": (
+        "LocalTensor",
+        "bucket_layouts",
+        "full_optimizer_state_dict",
+        "full_state_dict",
+        "is_sharded",
+        "load_full_optimizer_state_dict",
+        "load_full_state_dict",
+        "local_state_dict",
+    ),
+    "wrap": (
+        "CustomPolicy",
+        "ModuleWrapPolicy",
+        "always_wrap_policy",
+        "lambda_auto_wrap_policy",
+        "size_based_auto_wrap_policy",
+        "transformer_auto_wrap_policy",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FullyShardedDataParallel",
+    "LoadError",
+    "LocalTensor",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "ShardingError",
+    "ShardingStrategy",
+    "StateError",
+    "UnsupportedError",
+    "WrapError",
+    "always_wrap_policy",
+    "bucket_layouts",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "fully_shard",
+    "is_sharded",
+    "lambda_auto_wrap_policy",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "local_state_dict",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'sharding' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sharding.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,288 @@
+"""One flat buffer of parameters of one kind, in all its states.
+
+A bucket owns three buffers: the shard (this rank's elements, in the parameters' own dtype), the whole (all elements,
+in the dtype of computation, there only while needed), and the reduce buffer (whole gradients, there only in
+backward). It refuses to know modules' hooks, prefetching and strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from sharding.collectives import Group, Work
+from sharding.layout import BucketLayout, Slot, align_numel, lay_out
+from sharding.names import Place
+
+
+class BucketState(Enum):
+    """What holds memory, and what the modules' parameters are.
+
+    | state | whole buffer | modules see |
+    |---|---|---|
+    | SHARDED | freed | spans of the shard |
+    | GATHERING | allocated, being filled | spans of the shard |
+    | WHOLE | filled | views of the whole buffer |
+    """
+
+    SHARDED = auto()
+    GATHERING = auto()
+    WHOLE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class BucketKind:
+    """What the parameters of one bucket have in common."""
+
+    dtype: torch.dtype  # of the shard
+    compute_dtype: torch.dtype  # of the whole buffer
+    reduce_dtype: torch.dtype  # of gradient reduction
+    requires_grad: bool
+
+
+@dataclass(slots=True)
+class Member:
+    """One parameter of a bucket and the places where modules hold it; `places[0]` gives its name."""
+
+    places: list[Place]
+    original: nn.Parameter | None  # let go when the bucket has its elements
+    shard: nn.Parameter = field(init=False)  # [span], a view of the bucket's shard
+    whole: nn.Parameter = field(init=False)  # global shape, a view of the bucket's whole buffer
+
+
+class Bucket:
+    """Parameters of one kind, laid end to end and cut over a group of ranks.
+
+    Attributes:
+        kind: What they have in common.
+        members: The parameters, in order.
+        layout: Where each lies.
+        shard: This rank's elements. # [shard_numel]
+        state: See `BucketState`.
+    """
+
+    def __init__(self, kind: BucketKind, members: Sequence[Member], group: Group, device: torch.device) -> None:
+        """Cut the parameters; the originals' memory is let go as each is copied.
+
+        Collective:
+            None; all ranks of the group make the same buckets.
+        """
+        self.kind = kind
+        self.members = list(members)
+        self.group = group
+        slots = [Slot(m.places[0].fqn, tuple(m.original.shape)) for m in members if m.original is not None]
+        dtypes = {kind.dtype, kind.compute_dtype, kind.reduce_dtype}
+        self.layout: BucketLayout = lay_out(
+            slots, world_size=group.size, align=align_numel(dtype.itemsize for dtype in dtypes)
+        )
+        self.state = BucketState.SHARDED
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=kind.dtype, device=device)
+        # A group of one that computes in the parameters' dtype needs no second buffer: shard and whole are one.
+        self.is_always_whole = group.size == 1 and kind.compute_dtype == kind.dtype
+        self._whole = self.shard  # [numel] compute dtype, its memory often freed
+        if not self.is_always_whole:
+            self._whole = torch.empty(self.layout.numel, dtype=kind.compute_dtype, device=device)
+        self._work: Work | None = None
+        self._version = -1  # of the shard when it was gathered
+        self._gradients: torch.Tensor | None = None  # [numel], reduce dtype
+        self._has_gradient = [False] * len(self.members)  # its place in `_gradients` is filled
+        self._has_arrived = [False] * len(self.members)  # in this backward
+        self._kept: list[torch.Tensor | None] = []  # `.grad` of parameters that are always whole, during backward
+        with torch.no_grad():
+            self._make_parameters()
+        self._free_whole()
+
+    @property
+    def is_trainable(self) -> bool:
+        """True if gradients are reduced."""
+        return self.kind.requires_grad
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every rank holds all of it."""
+        return self.group.size == 1
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every parameter's gradient has come in this backward."""
+        return all(self._has_arrived)
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if some parameter has a gradient that is not yet reduced."""
+        return any(self._has_gradient)
+
+    def _make_parameters(self) -> None:
+        # `.data` gives the views a version counter of their own: gloo raises that of its output from another thread,
+        # and autograd would take it for a change of a saved tensor.
+        whole = self._whole.data
+        for index, member in enumerate(self.members):
+            view = self._span_of(self.shard, index)
+            start, stop = self.span(index)
+            if member.original is not None and start < stop:
+                view.copy_(member.original.detach().reshape(-1)[start:stop])
+            member.original = None
+            slot = self.layout.slots[index]
+            view = view.view(slot.shape) if self.group.size == 1 else view
+            member.shard = member.whole = nn.Parameter(view, requires_grad=self.kind.requires_grad)
+            self._show(member, member.shard)
+            if self.is_always_whole:
+                continue
+            global_view = whole.narrow(0, self.layout.starts[index], slot.numel).view(slot.shape)
+            member.whole = nn.Parameter(global_view, requires_grad=self.kind.requires_grad)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Give the span of a parameter that this rank holds."""
+        return self.layout.span(index, self.group.rank)
+
+    def _span_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """Give the view of a parameter's span in a buffer laid out like the shard. # [span]"""
+        start, stop = self.span(index)
+        begin = self.layout.starts[index] + start - self.group.rank * self.layout.shard_numel
+        return shard.narrow(0, begin if start < stop else 0, stop - start)
+
+    # Parameters
+
+    def gather(self) -> None:
+        """Begin to fill the whole buffer; nothing to do if it is filled, or being filled, from the shard as it is."""
+        if self.is_always_whole:
+            self.state = BucketState.WHOLE
+        if self.is_always_whole or (self.state is not BucketState.SHARDED and self._version == self.shard._version):
+            return
+        self.reshard()
+        self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        self._version = self.shard._version
+        source = self.shard if self.kind.compute_dtype == self.kind.dtype else self.shard.to(self.kind.compute_dtype)
+        self._work = self.group.all_gather(self._whole, source.detach())
+        self.state = BucketState.GATHERING
+
+    def unshard(self) -> None:
+        """Make the parameters whole: wait for the gather, and let modules see them."""
+        self.gather()
+        if self.state is BucketState.WHOLE:
+            return
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        for member in self.members:
+            self._show(member, member.whole)
+        self.state = BucketState.WHOLE
+
+    def reshard(self) -> None:
+        """Free the whole buffer, and let modules see their spans."""
+        if self.state is BucketState.SHARDED:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.state is BucketState.WHOLE:
+            for member in self.members:
+                self._show(member, member.shard)
+        self._free_whole()
+        self.state = BucketState.SHARDED
+
+    def gather_values(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Gather a buffer laid out like the shard, and give each parameter's whole tensor.
+
+        Collective:
+            All ranks of the group; blocks.
+        """
+        whole = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
+        self.group.all_gather(whole, shard.detach()).wait()
+        slots = zip(self.layout.starts, self.layout.slots, strict=True)
+        return [whole.narrow(0, start, slot.numel).view(slot.shape).clone() for start, slot in slots]
+
+    def gather_one(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Gather a tensor of which each rank holds what it holds of one parameter.
+
+        Collective:
+            All ranks of the group; blocks.
+        """
+        shard = torch.zeros(self.layout.shard_numel, dtype=local.dtype, device=local.device)
+        self._span_of(shard, index).copy_(local.reshape(-1))
+        return self.gather_values(shard)[index]
+
+    def _free_whole(self) -> None:
+        if not self.is_always_whole:
+            self._whole.untyped_storage().resize_(0)
+
+    @staticmethod
+    def _show(member: Member, parameter: nn.Parameter) -> None:
+        for place in member.places:
+            place.module._parameters[place.name] = parameter
+
+    # Gradients
+
+    def begin_backward(self) -> None:
+        """Set aside the gradients of earlier steps where autograd would add to them."""
+        self._has_arrived = [False] * len(self.members)
+        if self.is_always_whole:
+            self._kept = [member.shard.grad for member in self.members]
+            for member in self.members:
+                member.shard.grad = None
+
+    def end_backward(self) -> None:
+        """Give back what `begin_backward` set aside and no reduction took up."""
+        self._has_arrived = [False] * len(self.members)
+        for member, kept in zip(self.members, self._kept, strict=False):
+            if kept is not None:
+                member.shard.grad = kept if member.shard.grad is None else kept.add_(member.shard.grad)
+        self._kept = []
+
+    def take_gradient(self, index: int) -> None:
+        """Move a whole parameter's gradient into the reduce buffer, adding to what is there, and free it."""
+        parameter = self.members[index].whole
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        if self._gradients is None:
+            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
+        slot = self.layout.slots[index]
+        place = self._gradients.narrow(0, self.layout.starts[index], slot.numel).view(slot.shape)
+        if self._has_gradient[index]:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self._has_gradient[index] = self._has_arrived[index] = True
+
+    def give_up_gradients(self) -> torch.Tensor:
+        """Give the reduce buffer away, zeros where there is no gradient. # [numel]"""
+        if self._gradients is None:
+            self._gradients = torch.zeros(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
+        else:
+            self._zero_gaps(self._gradients)
+        gradients, self._gradients = self._gradients, None
+        self._has_gradient = [False] * len(self.members)
+        self._has_arrived = [False] * len(self.members)
+        return gradients
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced."""
+        self._gradients = None
+        self._has_gradient = [False] * len(self.members)
+        for member in self.members:
+            member.whole.grad = None
+
+    def _zero_gaps(self, gradients: torch.Tensor) -> None:
+        """Zero the padding, and the places of parameters without a gradient."""
+        position = 0
+        for index, has_gradient in enumerate(self._has_gradient):
+            start = self.layout.starts[index]
+            gradients[position:start].zero_()
+            position = start + self.layout.slots[index].numel if has_gradient else start
+        gradients[position:].zero_()
+
+    def give_gradients(self, reduced: torch.Tensor) -> None:
+        """Set or add to the spans' `.grad`. `reduced` is [shard_numel], the mean over the ranks."""
+        reduced = reduced.to(self.kind.dtype)
+        for index, member in enumerate(self.members):
+            view = self._span_of(reduced, index).view(member.shard.shape)
+            if member.shard.grad is None:
+                member.shard.grad = view
+            else:
+                member.shard.grad.add_(view)

@@ -1,0 +1,197 @@
+"""The forward and backward machine of a tree of units: hooks, order, prefetch and the end of backward.
+
+[Note: one step] Before a unit's forward its parameters are made whole; after it they are freed, if the strategy says
+so. A hook on the outputs makes them whole again when backward reaches them. Each whole parameter's gradient goes to
+the unit's reduce buffer as soon as autograd has summed it; when a bucket is complete, its reduction starts. When
+backward ends, all reductions are waited for, and the spans have their gradients.
+
+[Note: order of collectives] Gathers follow the order in which units run. Reductions follow the reverse of the order
+in which units first ran in forward, whatever the order in which gradients come; a bucket that lacks gradients on some
+rank is filled with zeros at the end. Gathers and reductions have process groups of their own. So every rank issues
+the same sequence on each group, as long as it runs the same units.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+from sharding.bucket import Bucket, BucketState
+from sharding.collectives import Group
+from sharding.policy import BackwardPrefetch
+from sharding.unit import Reduction, Unit
+
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+
+MAX_REDUCTIONS = 2
+"""Reductions under way at a time: more would hold more reduce buffers."""
+
+
+class Runtime:
+    """What the units under one root share.
+
+    Attributes:
+        units: All units, in the order of their modules.
+        is_syncing: False in `no_sync`: gradients stay whole and wait.
+    """
+
+    def __init__(
+        self, units: list[Unit], *, backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool
+    ) -> None:
+        self.units = units
+        self.is_syncing = True
+        self._backward_prefetch = backward_prefetch
+        self._forward_prefetch = forward_prefetch
+        self._is_in_forward = False
+        self._is_in_backward = False
+        self._order: list[Unit] = []  # units as their forwards ended since the last backward, with multiplicity
+        self._last_order: list[Unit] = []  # of the forward before
+        self._cursor = 0  # how far back in `_order` backward has come
+        self._to_reduce: list[tuple[Unit, Bucket]] = []  # in the agreed order; see [Note: order of collectives]
+        self._reductions: list[tuple[Unit, Reduction]] = []
+        twins: dict[object, Group] = {}
+        for unit in units:
+            unit.reduce_shards = _twin(unit.shards, twins)
+            unit.reduce_replicas = _twin(unit.replicas, twins)
+
+    # Forward
+
+    def pre_forward(self, unit: Unit, is_root: bool) -> None:
+        """Make a unit whole, and start the gather of the one that ran next in the last forward."""
+        if _is_in_autograd():  # a checkpointed region runs again
+            unit.unshard()
+            return
+        if is_root:
+            if self._is_in_forward or self._is_in_backward:
+                self.reset()
+            self._is_in_forward = True
+        unit.unshard()
+        if self._forward_prefetch:
+            position = len(self._order)
+            following = [other for other in self._last_order[position : position + 2] if other is not unit]
+            if following:
+                following[0].gather()
+
+    def post_forward(self, unit: Unit, is_root: bool, output: object) -> None:
+        """Free a unit's parameters, and watch for backward to reach its outputs."""
+        needs_backward = self._watch(unit, output)
+        if _is_in_autograd():
+            return
+        self._order.append(unit)
+        if unit.strategy.reshards_after_forward and not (is_root and needs_backward):
+            unit.reshard()
+        if is_root:
+            self._is_in_forward = False
+            self._last_order = list(self._order)
+            if not needs_backward:
+                self._order.clear()
+            for other in self.units:
+                if not needs_backward or (other.buckets and other.buckets[0].state is BucketState.GATHERING):
+                    other.reshard()
+
+    def _watch(self, unit: Unit, output: object) -> bool:
+        """Call `pre_backward` once when the gradient of an output is there; tell if any output takes a gradient."""
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        is_pending = True
+
+        def reach(gradient: torch.Tensor) -> None:
+            nonlocal is_pending
+            if is_pending:
+                is_pending = False
+                self.pre_backward(unit)
+
+        for tensor in tensors:
+            tensor.register_hook(reach)
+        return bool(tensors)
+
+    # Backward
+
+    def pre_backward(self, unit: Unit) -> None:
+        """Make a unit whole again, and start the gather of the one that backward reaches next."""
+        if not self._is_in_backward:
+            self._begin_backward()
+        unit.unshard()
+        position = next(
+            (i for i in range(min(self._cursor, len(self._order)) - 1, -1, -1) if self._order[i] is unit), -1
+        )
+        if position < 0:
+            return
+        self._cursor = position
+        if position > 0 and self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._order[position - 1].gather()
+
+    def _begin_backward(self) -> None:
+        self._is_in_backward = True
+        self._cursor = len(self._order)
+        first_use = dict.fromkeys(self._order)
+        self._to_reduce = [(u, b) for u in reversed(first_use) for b in reversed(u.buckets) if b.is_trainable]
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
+        """Take one parameter's gradient; when a bucket has all, free it and reduce what is next in order."""
+        if not self._is_in_backward:
+            self._begin_backward()
+        bucket.take_gradient(index)
+        if not bucket.is_complete:
+            return
+        bucket.reshard()
+        if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._cursor > 0:
+            self._order[self._cursor - 1].gather()
+        while self.is_syncing and self._to_reduce and self._to_reduce[0][1].is_complete:
+            self._reduce(*self._to_reduce.pop(0))
+
+    def _reduce(self, unit: Unit, bucket: Bucket) -> None:
+        self._reductions.append((unit, unit.begin_reduction(bucket)))
+        while len(self._reductions) > MAX_REDUCTIONS:
+            done, reduction = self._reductions.pop(0)
+            done.finish_reduction(reduction)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for everything, and free all parameters."""
+        for unit in self.units:
+            unit.reshard()
+        if self.is_syncing:
+            for unit, bucket in self._to_reduce:
+                self._reduce(unit, bucket)
+            for unit in reversed(self.units):  # gradients of earlier steps without sync, or that came twice
+                for bucket in unit.buckets:
+                    if bucket.has_gradients:
+                        self._reduce(unit, bucket)
+            for unit, reduction in self._reductions:
+                unit.finish_reduction(reduction)
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.end_backward()
+        self._clear()
+
+    def reset(self) -> None:
+        """Forget a step that an exception cut short: whole parameters, gradients under way, and the order."""
+        for _, reduction in self._reductions:
+            reduction.work.wait()
+        for unit in self.units:
+            unit.reshard()
+            for bucket in unit.buckets:
+                bucket.drop_gradients()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._reductions.clear()
+        self._to_reduce.clear()
+        self._order.clear()
+        self._is_in_forward = self._is_in_backward = False
+
+
+def _twin(group: Group, twins: dict[object, Group]) -> Group:
+    """Give the one twin of a group that all units share."""
+    if group.process_group not in twins:
+        twins[group.process_group] = group.twin()
+    return twins[group.process_group]
+
+
+def _is_in_autograd() -> bool:
+    """Tell whether the autograd engine is running on this thread."""
+    return torch._C._current_graph_task_id() >= 0

@@ -1,0 +1,236 @@
+"""States by name: what this rank holds, and the whole, of modules and optimizers.
+
+Names have no wrapper prefixes, and are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from sharding import names
+from sharding.bucket import Bucket, BucketState
+from sharding.errors import LoadError, StateError
+from sharding.layout import BucketLayout
+from sharding.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What this rank holds of one parameter or buffer.
+
+    Attributes:
+        tensor: The parameter object that the optimizer sees, or the buffer.
+        start, stop: The span of the flattened global tensor that it is, in elements; (0, 0) for none of it.
+        shape: Global shape.
+        is_replicated: True if every rank holds all of it.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    is_replicated: bool
+
+
+def units_below(root: nn.Module) -> list[Unit]:
+    """Give all units in `root`, parents before children."""
+    found = []
+    for module in root.modules():
+        hooks = getattr(module, "sharding_hooks", None)
+        unit = getattr(hooks, "unit", None)
+        if isinstance(unit, Unit) and unit.module is module:
+            found.append(unit)
+    return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether some unit in `module` has shards."""
+    return any(unit.shards.size > 1 for unit in units_below(module))
+
+
+def local_state_dict(module: nn.Module) -> dict[str, LocalTensor]:
+    """Give what this rank holds of every parameter and persistent buffer, by name.
+
+    The order and the names are the same on every rank. Tied parameters appear under each name, with the same tensor.
+
+    Raises:
+        StateError: If parameters are whole: call it between steps.
+
+    Collective:
+        None.
+    """
+    held = _members(module)
+    found: dict[str, LocalTensor] = {}
+    for place, parameter in names.named_parameters(module):
+        if id(parameter) not in held:
+            found[place.fqn] = LocalTensor(parameter, 0, parameter.numel(), tuple(parameter.shape), True)
+            continue
+        bucket, index = held[id(parameter)]
+        slot = bucket.layout.slots[index]
+        start, stop = bucket.span(index)
+        found[place.fqn] = LocalTensor(parameter, start, stop, slot.shape, bucket.is_replicated)
+    for place, buffer in names.named_persistent_buffers(module):
+        found[place.fqn] = LocalTensor(buffer, 0, buffer.numel(), tuple(buffer.shape), True)
+    return found
+
+
+def bucket_layouts(module: nn.Module) -> tuple[BucketLayout, ...]:
+    """Give the layouts of all sharded buckets, in the order of their units, slots named from `module`.
+
+    Collective:
+        None.
+    """
+    first: dict[int, str] = {}
+    for place, parameter in names.named_parameters(module):
+        first.setdefault(id(parameter), place.fqn)
+    layouts = []
+    for unit in units_below(module):
+        for bucket in unit.buckets:
+            if not bucket.is_replicated:
+                slots = tuple(
+                    replace(slot, fqn=first[id(member.shard)])
+                    for slot, member in zip(bucket.layout.slots, bucket.members, strict=True)
+                )
+                layouts.append(replace(bucket.layout, slots=slots))
+    return tuple(layouts)
+
+
+def full_state_dict(
+    module: nn.Module, *, rank0_only: bool = False, offload_to_cpu: bool = False
+) -> dict[str, torch.Tensor]:
+    """Give the whole of every parameter and persistent buffer, by name, as the module without sharding would.
+
+    Args:
+        module: A module with units in it.
+        rank0_only: Give an empty dict on the other ranks.
+        offload_to_cpu: Give CPU tensors.
+
+    Collective:
+        All ranks; blocks. One bucket at a time is whole beside the result.
+    """
+    whole: dict[int, torch.Tensor] = {}
+    keeps = True
+    for unit in units_below(module):
+        keeps = not rank0_only or unit.shards.rank == 0
+        for bucket in unit.buckets:
+            whole |= {
+                id(m.shard): t for m, t in zip(bucket.members, bucket.gather_values(bucket.shard), strict=True) if keeps
+            }
+    if not keeps:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for place, parameter in names.named_parameters(module):
+        found[place.fqn] = whole.get(id(parameter), parameter.detach())
+    for place, buffer in names.named_persistent_buffers(module):
+        found[place.fqn] = buffer.detach()
+    return {name: tensor.cpu() for name, tensor in found.items()} if offload_to_cpu else found
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Fill the shards and buffers from a full state dict that this rank has.
+
+    Returns:
+        Names that were missing, and names that were not expected.
+
+    Raises:
+        LoadError: With `strict`, if there are any; always, if a shape differs.
+
+    Collective:
+        None; each rank takes its own part.
+    """
+    local = local_state_dict(module)
+    missing = [name for name in local if name not in state]
+    unexpected = [name for name in state if name not in local]
+    if strict and (missing or unexpected):
+        raise LoadError(
+            f"the state dict lacks {missing[:5]} and has {unexpected[:5]} too much; load it into the same model"
+        )
+    for name, held in local.items():
+        if name not in state:
+            continue
+        value = state[name]
+        if tuple(value.shape) != held.shape:
+            raise LoadError(
+                f"cannot load {name!r}: the state dict has shape {tuple(value.shape)}, the module {held.shape}"
+            )
+        part = value.reshape(-1)[held.start : held.stop]
+        held.tensor.copy_(part.view(held.tensor.shape))
+    return missing, unexpected
+
+
+def full_optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Give the whole optimizer state by parameter name: {"state": {name: {key: value}}, "param_groups": [...]}.
+
+    Collective:
+        All ranks; blocks.
+    """
+    held = _members(module)
+    first: dict[int, str] = {}
+    for place, parameter in names.named_parameters(module):
+        first.setdefault(id(parameter), place.fqn)
+    state: dict[str, dict[str, object]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found: dict[str, object] = dict(optimizer.state.get(parameter, {}))
+            if id(parameter) in held:
+                bucket, index = held[id(parameter)]
+                for key, value in found.items():
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
+                        found[key] = bucket.gather_one(index, value)
+            if found:
+                state[first[id(parameter)]] = found
+    groups = [{**g, "params": [first[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+@torch.no_grad()
+def load_full_optimizer_state_dict(
+    module: nn.Module, optimizer: torch.optim.Optimizer, full: Mapping[str, object]
+) -> None:
+    """Fill an optimizer over shards from a whole state by name, as `full_optimizer_state_dict` gives it.
+
+    Raises:
+        LoadError: If the groups differ.
+
+    Collective:
+        None.
+    """
+    local = local_state_dict(module)
+    by_id = {id(held.tensor): (name, held) for name, held in reversed(local.items())}
+    state, groups = full["state"], full["param_groups"]
+    assert isinstance(state, Mapping)
+    assert isinstance(groups, list)
+    if len(groups) != len(optimizer.param_groups):
+        raise LoadError(f"the state has {len(groups)} param groups, the optimizer {len(optimizer.param_groups)}")
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in stored.items() if key != "params"})
+        for parameter in group["params"]:
+            name, held = by_id[id(parameter)]
+            optimizer.state[parameter] = {
+                key: _local_part(value, held, key) for key, value in state.get(name, {}).items()
+            }
+
+
+def _local_part(value: object, held: LocalTensor, key: str) -> object:
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == held.shape and key != "step":
+        part = value.reshape(-1)[held.start : held.stop].clone()
+        return part.view(held.tensor.shape).to(held.tensor.device)
+    return value
+
+
+def _members(module: nn.Module) -> dict[int, tuple[Bucket, int]]:
+    """Give, by identity of its shard, where each parameter of a unit lies."""
+    found: dict[int, tuple[Bucket, int]] = {}
+    for unit in units_below(module):
+        for bucket in unit.buckets:
+            if bucket.state is not BucketState.SHARDED and not bucket.is_always_whole:
+                raise StateError("parameters are whole or being gathered; take states between steps, after backward")
+            found |= {id(member.shard): (bucket, index) for index, member in enumerate(bucket.members)}
+    return found

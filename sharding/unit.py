@@ -1,0 +1,111 @@
+"""A unit: a wrapped module whose parameters are gathered together, and its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sharding.bucket import Bucket, BucketKind, Member
+from sharding.collectives import Group, Work
+from sharding.policy import MixedPrecision, ShardingStrategy
+
+
+class Unit:
+    """The parameters of one module that no unit below it has.
+
+    Attributes:
+        module: The wrapped module.
+        buckets: Its parameters, by kind.
+        strategy: When they are whole.
+        precision: In which dtypes it computes and reduces.
+        shards, replicas: The ranks that hold the other shards, and those that hold the same.
+        reduce_shards, reduce_replicas: The same ranks, for reductions; the runtime gives them an order of their own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        members: Sequence[Member],
+        *,
+        strategy: ShardingStrategy,
+        precision: MixedPrecision,
+        shards: Group,
+        replicas: Group,
+        device: torch.device,
+    ) -> None:
+        """Sort the parameters into buckets and cut them.
+
+        Collective:
+            None; all ranks make the same units in the same order.
+        """
+        self.module = module
+        self.strategy = strategy
+        self.precision = precision
+        self.shards = self.reduce_shards = shards
+        self.replicas = self.reduce_replicas = replicas
+        self.world_size = shards.size * replicas.size
+        kinds: dict[BucketKind, list[Member]] = {}
+        for member in members:
+            assert member.original is not None
+            kinds.setdefault(_kind(member.original, precision), []).append(member)
+        self.buckets = [Bucket(kind, group, shards, device) for kind, group in kinds.items()]
+
+    @property
+    def is_trainable(self) -> bool:
+        """True if some bucket has gradients."""
+        return any(bucket.is_trainable for bucket in self.buckets)
+
+    def gather(self) -> None:
+        """Begin to gather all buckets."""
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def unshard(self) -> None:
+        """Make all parameters whole."""
+        self.gather()
+        for bucket in self.buckets:
+            bucket.unshard()
+
+    def reshard(self) -> None:
+        """Free the whole parameters."""
+        for bucket in self.buckets:
+            bucket.reshard()
+
+    def begin_reduction(self, bucket: Bucket) -> Reduction:
+        """Begin to reduce a bucket's gradients over all ranks that share or replicate it."""
+        gradients = bucket.give_up_gradients()
+        if self.reduce_shards.size == 1:
+            return Reduction(bucket, gradients, gradients, self.reduce_replicas.all_reduce(gradients))
+        mine, work = self.reduce_shards.reduce_scatter(gradients)
+        return Reduction(bucket, gradients, mine, work)
+
+    def finish_reduction(self, reduction: Reduction) -> None:
+        """Wait for a bucket's reduction, and give its parameters their gradients."""
+        reduction.work.wait()
+        if self.reduce_shards.size == 1:
+            mean = reduction.mine.mul_(1 / self.world_size)
+        else:
+            mean = reduction.mine.mul(1 / self.world_size)  # a new tensor: the whole buffer goes
+            self.reduce_replicas.all_reduce(mean).wait()
+        reduction.bucket.give_gradients(mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A bucket's gradients under reduction; the buffer must live until the work is done."""
+
+    bucket: Bucket
+    buffer: torch.Tensor  # [numel]
+    mine: torch.Tensor  # [shard_numel], a view of `buffer` or a tensor of its own
+    work: Work
+
+
+def _kind(parameter: nn.Parameter, precision: MixedPrecision) -> BucketKind:
+    dtype = parameter.dtype
+    if not dtype.is_floating_point:
+        return BucketKind(dtype, dtype, dtype, parameter.requires_grad)
+    compute = precision.param_dtype or dtype
+    return BucketKind(dtype, compute, precision.reduce_dtype or compute, parameter.requires_grad)

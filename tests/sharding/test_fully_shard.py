@@ -1,0 +1,72 @@
+"""Parity of the sharded with the unsharded model: losses, gradients, updated weights, and the count of collectives."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sharding
+from sharding import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
+from tests.ranks import run_ranks
+from tests.sharding.models import Block, Net, global_batch, loss_of, net, train
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def _wrapped(model: nn.Module, strategy: str, **options: object) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy([Block]),
+        **options,  # type: ignore[arg-type]  # as the caller says
+    )
+
+
+def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _parity(strategy: str, options: dict[str, bool | str], forward_prefetch: bool) -> None:
+    """Compare four AdamW steps with clipping, in every state by name, with a model that is not sharded."""
+    plain = net(**options)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
+    model = _wrapped(net(**options), strategy, forward_prefetch=forward_prefetch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    expected = train(
+        plain, plain_optimizer, range(4), is_distributed=False,
+        clip=lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+    )
+    found = train(model, optimizer, range(4), is_distributed=True, clip=lambda: model.clip_grad_norm_(0.5))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    _assert_close(sharding.full_state_dict(model), plain.state_dict())
+    full = sharding.full_optimizer_state_dict(model, optimizer)
+    for name, parameter in plain.named_parameters():
+        if name == "unused":  # without sharding it has no gradient, sharded it has zeros
+            continue
+        for key, value in plain_optimizer.state[parameter].items():
+            torch.testing.assert_close(full["state"][name][key], value, rtol=1e-4, atol=1e-6)  # type: ignore[index]
+
+
+@functools.cache
+def _cases() -> list[tuple[str, dict[str, bool | str], bool]]:
+    variants: list[dict[str, bool | str]] = [{}, {"twice": True}, {"recompute": "reentrant"}, {"recompute": "other"}]
+    return [(s, v, prefetch) for s in STRATEGIES for v in variants for prefetch in (False, True)]
+
+
+def _all_parities() -> int:
+    for case in _cases():
+        _parity(*case)
+    return len(_cases())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_training_equals_that_of_the_unsharded_model(world_size: int) -> None:
+    """Losses, norms, weights and Adam moments agree: tied, scalar and unused parameters, a block used twice, both checkpoints."""
+    assert run_ranks(world_size, _all_parities, timeout_s=200) == [24] * world_size
