@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from shardckpt.catalogue import NO_CRC, Catalogue
@@ -36,12 +35,14 @@ class Sizes:
         piece_bytes: Longer copies are cut, so that workers share them.
         step_bytes: A copy passes through a buffer of this size, which stays in the cache.
         batch_bytes: Small copies are put together up to this.
+        window_bytes: As much of a chunk is put together at a time from strided copies.
         max_gap_bytes: As much is read in vain rather than reading twice.
     """
 
     piece_bytes: int = 32 << 20
     step_bytes: int = 1 << 20
     batch_bytes: int = 4 << 20
+    window_bytes: int = 8 << 20
     max_gap_bytes: int = 64 << 10
 
 
@@ -276,7 +277,7 @@ class _Copier:
         limit = min(self._sizes.batch_bytes, buffer_bytes)
         batches = self._scatters(np.flatnonzero(~strided & in_memory), limit)
         batches += self._writes(np.flatnonzero(~strided & ~in_memory), limit)
-        batches += self._weaves(np.flatnonzero(strided), buffer_bytes)
+        batches += self._weaves(np.flatnonzero(strided), min(self._sizes.window_bytes, buffer_bytes))
         return sorted(batches, key=lambda batch: (batch.dst_file, batch.low)) if strided.any() else batches
 
     def _writes(self, rows: I64, limit: int) -> list[_Batch]:
@@ -434,7 +435,7 @@ class _Copier:
             stretch = (number - 1) * src_stride + length
             data = self._fetch(row, skip, other[:stretch])
             out = window[int(copies.dst_offset[row]) + first * dst_stride + part.start - low :]
-            as_strided(out, (number, length), (dst_stride, 1))[:] = as_strided(data, (number, length), (src_stride, 1))
+            _as_runs(out, number, length, dst_stride)[:] = _as_runs(data, number, length, src_stride)
             self._record_source(row, skip, number * length, crc32c(data) if is_dense else None)
 
     def _fetch(self, row: int, skip: int, out: Bytes) -> Bytes:
@@ -458,6 +459,11 @@ class _Copier:
                 self.unchecked_nbytes += nbytes
             else:
                 self.source_parts.append(_one_part(chunk, begin, nbytes, crc))
+
+
+def _as_runs(data: Bytes, number: int, nbytes: int, stride: int) -> NDArray[np.void]:
+    """View bytes as runs `stride` apart, an element each: NumPy copies these several times faster than rows of bytes."""
+    return np.ndarray((number,), np.dtype((np.void, nbytes)), data.data, 0, (stride,))
 
 
 def _one_part(chunk: int, begin: int, nbytes: int, crc: int) -> Parts:
