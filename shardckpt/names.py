@@ -7,6 +7,7 @@ whose keys hold dots are written escaped. `escaped` is injective: `%` starts eve
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,6 +18,9 @@ Path = tuple[Key, ...]
 
 CHUNK_MARK = "%@"
 """Between a tensor's name and the number of a further chunk of it in one file; `%` alone never occurs in a name."""
+
+_ESCAPED = {"25": "%", "00": "\0", "2E": ".", "5F": "_", "e": "", "i": ""}
+_ESCAPE = re.compile("%(" + "|".join(_ESCAPED) + ")")
 
 
 def plain(path: Path) -> str:
@@ -54,6 +58,17 @@ def name_of_key(key: str) -> str:
     """Give the tensor's name of a key in a shard file: the inverse of `chunk_key`."""
     name, mark, number = key.rpartition(CHUNK_MARK)
     return name if mark and number.isdigit() else key
+
+
+def unescaped(text: str) -> str:
+    """Give the key that stands as `text` in a name, if it is one text key: undoes what `plain` and `escaped` do to it."""
+    return _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text)
+
+
+def section_prefix(section: str, *, is_escaped: bool = False) -> str:
+    """Give what the names of a section's tensors begin with, the dot included."""
+    join = escaped if is_escaped else plain
+    return join((section, "x")).removesuffix("x")
 
 
 def _readable(key: Key) -> str:

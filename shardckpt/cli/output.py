@@ -102,7 +102,7 @@ def text_of(key: str, value: Value) -> str:
     if isinstance(value, (int, float)) and key.endswith("seconds"):
         return f"{value:.2f} s"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return repr(value)
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -118,7 +118,7 @@ def printable(text: str) -> str:
 
 
 def _label(key: str) -> str:
-    return _WORDS.get(key, key.removeprefix("num_").removeprefix("is_").removesuffix("_bytes").replace("_", " "))
+    return _WORDS.get(key, key.removeprefix("num_").removeprefix("is_").replace("_", " "))
 
 
 def _print_table(rows: Sequence[Row]) -> None:

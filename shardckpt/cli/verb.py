@@ -32,7 +32,7 @@ class Verb(click.Command):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click ends quietly
-        except (CheckpointError, OSError, MemoryError) as error:
+        except (CheckpointError, OSError, MemoryError, RecursionError) as error:
             if is_debug:
                 raise
             raise Failure(str(error) or type(error).__name__) from error
