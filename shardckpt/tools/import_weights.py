@@ -1,0 +1,58 @@
+"""Turn weights in safetensors files into a checkpoint, as the runtime would have saved a module that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardckpt import names
+from shardckpt.committed import Draft
+from shardckpt.errors import MismatchError
+from shardckpt.formats.huggingface import Weights, read_files, read_folder
+from shardckpt.layout import regions, single_bucket
+from shardckpt.storage import Store
+from shardckpt.tools.rewrite import Rewrite, plan_rewrite
+
+SECTION = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class ImportJob:
+    """An import that is worked out but not begun.
+
+    Attributes:
+        rewrite: What will be written.
+        unused: Safetensors files of the folder that were left alone.
+    """
+
+    rewrite: Rewrite
+    unused: tuple[str, ...]
+
+
+def plan_import(source: Store, *, num_ranks: int, file: str | None = None) -> ImportJob:
+    """Work out the checkpoint of a Hugging Face folder, or of one file in it.
+
+    Args:
+        source: The folder.
+        num_ranks: World size of the checkpoint.
+        file: The safetensors file to take; None to take what the folder's index says.
+
+    Raises:
+        CheckpointError: As `read_folder`.
+        MismatchError: If there are no tensors.
+    """
+    found = read_folder(source) if file is None else Weights(read_files(source, [file])[0])
+    if not found.catalogue.tensors:
+        raise MismatchError(f"{source.url!r} holds no tensors; check the path")
+
+    def named(name: str) -> str:
+        return names.plain((SECTION, name))
+
+    tensors = tuple(
+        replace(tensor, name=named(tensor.name), aliases=tuple(named(alias) for alias in tensor.aliases))
+        for tensor in found.catalogue.tensors
+    )
+    layout = single_bucket(tensors)
+    draft = Draft(None, num_ranks, {SECTION: "module"}, tensors, layout, {SECTION: {}})
+    renamed = {new.name: old.name for new, old in zip(tensors, found.catalogue.tensors, strict=True)}
+    chunks = regions(layout, tensors, num_ranks)
+    return ImportJob(plan_rewrite(found.catalogue, source, draft, chunks, renamed), found.unused)
