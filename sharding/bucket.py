@@ -102,11 +102,6 @@ class Bucket:
         return self.kind.requires_grad
 
     @property
-    def is_replicated(self) -> bool:
-        """True if every rank holds all of it."""
-        return self.group.size == 1
-
-    @property
     def is_complete(self) -> bool:
         """True if every parameter's gradient has come in this backward."""
         return all(self._has_arrived)

@@ -69,10 +69,10 @@ def local_state_dict(module: nn.Module) -> dict[str, LocalTensor]:
         if id(parameter) not in held:
             found[place.fqn] = LocalTensor(parameter, 0, parameter.numel(), tuple(parameter.shape), True)
             continue
-        bucket, index = held[id(parameter)]
+        unit, bucket, index = held[id(parameter)]
         slot = bucket.layout.slots[index]
         start, stop = bucket.span(index)
-        found[place.fqn] = LocalTensor(parameter, start, stop, slot.shape, bucket.is_replicated)
+        found[place.fqn] = LocalTensor(parameter, start, stop, slot.shape, unit.is_replicated)
     for place, buffer in names.named_persistent_buffers(module):
         found[place.fqn] = LocalTensor(buffer, 0, buffer.numel(), tuple(buffer.shape), True)
     return found
@@ -89,13 +89,12 @@ def bucket_layouts(module: nn.Module) -> tuple[BucketLayout, ...]:
         first.setdefault(id(parameter), place.fqn)
     layouts = []
     for unit in units_below(module):
-        for bucket in unit.buckets:
-            if not bucket.is_replicated:
-                slots = tuple(
-                    replace(slot, fqn=first[id(member.shard)])
-                    for slot, member in zip(bucket.layout.slots, bucket.members, strict=True)
-                )
-                layouts.append(replace(bucket.layout, slots=slots))
+        for bucket in [] if unit.is_replicated else unit.buckets:
+            slots = tuple(
+                replace(slot, fqn=first[id(member.shard)])
+                for slot, member in zip(bucket.layout.slots, bucket.members, strict=True)
+            )
+            layouts.append(replace(bucket.layout, slots=slots))
     return tuple(layouts)
 
 
@@ -180,7 +179,7 @@ def full_optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimize
         for parameter in group["params"]:
             found: dict[str, object] = dict(optimizer.state.get(parameter, {}))
             if id(parameter) in held:
-                bucket, index = held[id(parameter)]
+                _, bucket, index = held[id(parameter)]
                 for key, value in found.items():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
                         found[key] = bucket.gather_one(index, value)
@@ -225,12 +224,12 @@ def _local_part(value: object, held: LocalTensor, key: str) -> object:
     return value
 
 
-def _members(module: nn.Module) -> dict[int, tuple[Bucket, int]]:
+def _members(module: nn.Module) -> dict[int, tuple[Unit, Bucket, int]]:
     """Give, by identity of its shard, where each parameter of a unit lies."""
-    found: dict[int, tuple[Bucket, int]] = {}
+    found: dict[int, tuple[Unit, Bucket, int]] = {}
     for unit in units_below(module):
         for bucket in unit.buckets:
             if bucket.state is not BucketState.SHARDED and not bucket.is_always_whole:
                 raise StateError("parameters are whole or being gathered; take states between steps, after backward")
-            found |= {id(member.shard): (bucket, index) for index, member in enumerate(bucket.members)}
+            found |= {id(member.shard): (unit, bucket, index) for index, member in enumerate(bucket.members)}
     return found

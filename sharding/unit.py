@@ -58,6 +58,11 @@ class Unit:
         """True if some bucket has gradients."""
         return any(bucket.is_trainable for bucket in self.buckets)
 
+    @property
+    def is_replicated(self) -> bool:
+        """True if every rank holds all of it, by strategy; a lone rank that shards holds the one shard."""
+        return self.strategy is ShardingStrategy.NO_SHARD
+
     def gather(self) -> None:
         """Begin to gather all buckets."""
         for bucket in self.buckets:

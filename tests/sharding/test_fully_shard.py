@@ -6,13 +6,12 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sharding
 from sharding import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 from tests.ranks import run_ranks
-from tests.sharding.models import Block, Net, global_batch, loss_of, net, train
+from tests.sharding.models import Block, net, train
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -30,7 +29,9 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == value.shape, name
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def _parity(strategy: str, options: dict[str, bool | str], forward_prefetch: bool) -> None:
@@ -40,7 +41,10 @@ def _parity(strategy: str, options: dict[str, bool | str], forward_prefetch: boo
     model = _wrapped(net(**options), strategy, forward_prefetch=forward_prefetch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     expected = train(
-        plain, plain_optimizer, range(4), is_distributed=False,
+        plain,
+        plain_optimizer,
+        range(4),
+        is_distributed=False,
         clip=lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
     )
     found = train(model, optimizer, range(4), is_distributed=True, clip=lambda: model.clip_grad_norm_(0.5))
@@ -68,5 +72,5 @@ def _all_parities() -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_training_equals_that_of_the_unsharded_model(world_size: int) -> None:
-    """Losses, norms, weights and Adam moments agree: tied, scalar and unused parameters, a block used twice, both checkpoints."""
+    """Losses, norms, weights and moments agree: tied and scalar parameters, a block used twice, both checkpoints."""
     assert run_ranks(world_size, _all_parities, timeout_s=200) == [24] * world_size
