@@ -106,6 +106,16 @@ def writing(function: Function) -> Function:
     return click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")(wrapped)
 
 
+def choosing(function: Function) -> Function:
+    """Add `--only` and `--skip`."""
+    function = click.option(
+        "--skip", metavar="GLOB", multiple=True, help="Leave out the tensors that fit; repeatable."
+    )(function)
+    return click.option(
+        "--only", metavar="GLOB", multiple=True, help="Take only tensors whose full name fits; repeatable."
+    )(function)
+
+
 def storage(function: Function) -> Function:
     """Add `--storage-option`; the function gets a function that opens stores, as `open_at`."""
 

@@ -1,0 +1,104 @@
+"""Put tensors of a checkpoint into one safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shardckpt.catalogue import Catalogue, Tensor
+from shardckpt.committed import read_committed
+from shardckpt.container import FileSet
+from shardckpt.endpoints import ReaderPool
+from shardckpt.errors import CheckpointExistsError, listing
+from shardckpt.formats.huggingface import lay_out_files
+from shardckpt.storage import Store
+from shardckpt.tools.selection import Choice, Selection, select
+from shardckpt.transfer import TransferOptions
+from shardckpt.write_files import write_files
+
+
+class Tied(Enum):
+    """What becomes of a tensor with several names."""
+
+    ONCE = "once"
+    """It is stored under its first name; the file's metadata records the others."""
+    BOTH = "both"
+    """It is stored once for each name."""
+
+
+@dataclass(frozen=True)
+class ConsolidateJob:
+    """A consolidation that is worked out but not begun.
+
+    Attributes:
+        source: What the checkpoint holds.
+        store: Its root.
+        files: The one file that will be written.
+        renamed: Name in it -> name in the checkpoint.
+    """
+
+    source: Catalogue
+    store: Store
+    files: FileSet
+    renamed: Mapping[str, str]
+
+
+def plan_consolidate(source: Store, name: str, *, choice: Choice, tied: Tied = Tied.ONCE) -> ConsolidateJob:
+    """Work out the file.
+
+    Args:
+        source: Root of the checkpoint.
+        name: The file's name.
+        choice: Which tensors.
+        tied: What becomes of tensors with several names.
+
+    Raises:
+        MismatchError: As `select`.
+    """
+    found = read_committed(source)
+    selection = select(found, choice)
+    if tied is Tied.BOTH:
+        selection = untied(selection)
+    return ConsolidateJob(found.catalogue, source, lay_out_files([(name, selection.tensors)]), selection.renamed)
+
+
+def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options: TransferOptions) -> None:
+    """Write the file; it appears whole or not at all.
+
+    Args:
+        job: From `plan_consolidate`.
+        target: The folder.
+        overwrite: Replace a file of that name.
+        options: How.
+
+    Raises:
+        CheckpointExistsError: If there is one, and it is not to be replaced.
+        CheckpointError: As `write_files`.
+    """
+    path = job.files.catalogue.files[0].path
+    refuse_taken(target, [path], overwrite=overwrite)
+    with closing(ReaderPool(job.store)) as pool:
+        sources = pool.sources([file.path for file in job.source.files])
+        write_files(job.source, sources, job.files, target, options=options, renamed=job.renamed)
+
+
+def refuse_taken(target: Store, paths: list[str], *, overwrite: bool) -> None:
+    """Raise `CheckpointExistsError` if there is a file at one of `paths` and it is not to be replaced."""
+    taken = [path for path in paths if not overwrite and target.exists(path)]
+    if taken:
+        raise CheckpointExistsError(
+            f"{target.url!r} has {listing(taken)} already; choose another destination, or ask to overwrite it"
+        )
+
+
+def untied(selection: Selection) -> Selection:
+    """Give the selection with a tensor for every name."""
+    tensors: list[Tensor] = []
+    renamed = dict(selection.renamed)
+    for tensor in selection.tensors:
+        names = (tensor.name, *tensor.aliases)
+        tensors += [replace(tensor, name=name, aliases=()) for name in names]
+        renamed |= {name: renamed.get(tensor.name, tensor.name) for name in names}
+    return Selection(tuple(tensors), renamed)
