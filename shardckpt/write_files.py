@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardckpt.catalogue import Catalogue
@@ -38,6 +38,7 @@ def write_files(
     *,
     options: TransferOptions,
     renamed: Mapping[str, str] | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> Written:
     """Write every file of `target`, its bytes taken from `source`; all appear at the end, or none.
 
@@ -48,6 +49,7 @@ def write_files(
         store: Where to.
         options: How.
         renamed: Target name -> source name, where they differ.
+        before_commit: Called once when all bytes are written and durable, just before the first file appears.
 
     Raises:
         NoSpaceError: Before anything is written, if the destination is too small.
@@ -62,12 +64,16 @@ def write_files(
         for file, header in zip(target.catalogue.files, target.headers, strict=True)
     ]
     report = transfer(copies, sources, sinks, options=options)
-    for number, sink in enumerate(sinks):
-        try:
-            sink.commit()
-        except BaseException:
-            for rest in sinks[number:]:
-                rest.abort()
-            raise
+    pending = list(sinks)
+    try:
+        if before_commit is not None:
+            before_commit()
+        while pending:
+            pending[0].commit()
+            del pending[0]
+    except BaseException:
+        for sink in pending:
+            sink.abort()
+        raise
     catalogue = with_chunk_crcs(target.catalogue, report.target_crc)
     return Written(catalogue, tuple(crc32c(header) for header in target.headers), target.nbytes)

@@ -24,7 +24,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("committed", "merge", "objects"),
         ("write_files", "checkpoint", "state", "formats/*"),
         ("wanted",),
-        ("saving", "loading", "tools/rewrite", "tools/selection"),
+        ("saving", "loading", "tools/companions", "tools/rewrite", "tools/selection"),
         ("tools/*",),
         ("cli/options", "cli/output"),
         ("cli/verb", "cli/writing", "cli/main"),

@@ -1,0 +1,93 @@
+"""`shardckpt export`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import click
+
+from shardckpt.catalogue import Catalogue
+from shardckpt.cli import options
+from shardckpt.cli.output import Output, Row
+from shardckpt.cli.verb import Verb
+from shardckpt.cli.writing import plan_result, write_result
+from shardckpt.errors import listing
+from shardckpt.storage import Store, split_url
+from shardckpt.tools.companions import CONFIG_PATH, Companions, find_companions
+from shardckpt.tools.export import expected_of, export, plan_export
+from shardckpt.tools.selection import Choice
+
+
+@click.command("export", cls=Verb, epilog="Example: shardckpt export step-000100 llama-hf --to hf --like config.json")
+@options.source
+@click.argument("destination", metavar="DST")
+@click.option("--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="The format: Hugging Face.")
+@click.option(
+    "--like",
+    metavar="DIR_OR_CONFIG",
+    help="A folder of the same model, whose config, tokenizer and other files beside the weights go along, and whose "
+    "weights say which names and shapes to expect; or a config.json.",
+)
+@click.option("--max-shard-size", type=options.ByteSize(), help="Most bytes in a file. [default: all in one]")
+@options.choosing
+@options.writing
+@options.storage
+@click.pass_obj
+def command(
+    output: Output,
+    source: str,
+    destination: str,
+    to: str,
+    like: str | None,
+    max_shard_size: int | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    writing: options.Writing,
+    open_at: Callable[[str], Store],
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder.
+
+    DST gets model.safetensors, or numbered files and their index, and what --like says; transformers loads it.
+    """
+    target = open_at(destination)
+    started = time.monotonic()
+    companions, expected = _likeness(output, like, open_at)
+    job = plan_export(
+        open_at(source),
+        choice=Choice(only, skip),
+        expected=expected,
+        companions=companions,
+        max_file_bytes=max_shard_size,
+    )
+    facts: Row = {
+        "source": source,
+        "destination": destination,
+        "num_tensors": len(job.files.catalogue.tensors),
+        "companions": sorted(job.small_files),
+    }
+    if writing.is_dry_run:
+        plan_result(output, facts, job.files, target, writing)
+        return
+    with output.progress("export", job.files.nbytes) as on_progress:
+        leftovers = export(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
+    write_result(output, facts, job.files, started, leftovers)
+
+
+def _likeness(
+    output: Output, like: str | None, open_at: Callable[[str], Store]
+) -> tuple[Companions | None, Catalogue | None]:
+    """Give the files that go along, and the names that are expected."""
+    if like is None:
+        return None, None
+    if like.endswith(".json"):
+        folder, name = split_url(like)
+        return Companions(open_at(folder), {CONFIG_PATH: name}), None
+    store = open_at(like)
+    companions, expected = find_companions(store), expected_of(store)
+    if companions.left_out:
+        output.note(f"left out, as they are too large: {listing(companions.left_out)}")
+    if isinstance(expected, str):
+        output.detail(f"names and shapes are not checked: {expected}")
+        return companions, None
+    return companions, expected

@@ -1,0 +1,186 @@
+"""Write the weights of a checkpoint as a Hugging Face folder, the files beside the weights included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+
+from shardckpt.catalogue import Catalogue, Tensor
+from shardckpt.committed import read_committed
+from shardckpt.container import FileSet
+from shardckpt.endpoints import ReaderPool
+from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchError, listing
+from shardckpt.formats.huggingface import INDEX_PATH, is_weights_path, lay_out_folder, read_folder
+from shardckpt.storage import TEMPORARY_SUFFIX, Store
+from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
+from shardckpt.tools.selection import Choice, Selection, select
+from shardckpt.transfer import TransferOptions
+from shardckpt.write_files import write_files
+
+_TEMPORARY = re.compile(r"\.[^/]*\.[0-9a-f]{16}" + re.escape(TEMPORARY_SUFFIX))
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """An export that is worked out but not begun.
+
+    Attributes:
+        source: What the checkpoint holds.
+        store: Its root.
+        files: The weights.
+        renamed: Name in them -> name in the checkpoint.
+        small_files: Path -> bytes of the files beside the weights, the index not among them.
+        index: The index, if there are several files of weights.
+    """
+
+    source: Catalogue
+    store: Store
+    files: FileSet
+    renamed: Mapping[str, str]
+    small_files: Mapping[str, bytes]
+    index: bytes | None
+
+
+def plan_export(
+    source: Store,
+    *,
+    choice: Choice,
+    expected: Catalogue | None,
+    companions: Companions | None,
+    max_file_bytes: int | None,
+) -> ExportJob:
+    """Work out the folder.
+
+    Args:
+        source: Root of the checkpoint.
+        choice: Which tensors.
+        expected: Names and shapes that the model should have; None if they are not known.
+        companions: The files that go along.
+        max_file_bytes: As for `lay_out_folder`.
+
+    Raises:
+        MismatchError: If names or shapes are not the expected ones, or as `select`.
+    """
+    found = read_committed(source)
+    selection = select(found, choice)
+    if expected is not None:
+        selection = fitted(selection, expected)
+    files, index = lay_out_folder(selection.tensors, max_file_bytes=max_file_bytes)
+    small = {path: companions.read(path) for path in companions.paths} if companions else {}
+    if CONFIG_PATH in small:
+        small[CONFIG_PATH] = config_in_step(small[CONFIG_PATH], selection.tensors)
+    return ExportJob(found.catalogue, source, files, selection.renamed, small, index)
+
+
+def export(job: ExportJob, target: Store, *, overwrite: bool, options: TransferOptions) -> tuple[str, ...]:
+    """Write the folder: nothing of it appears before all weights are there.
+
+    Returns:
+        Unfinished files of an earlier run that were found and removed.
+
+    Raises:
+        CheckpointExistsError: If something is there that is not to be replaced.
+        CheckpointError: As `write_files`.
+    """
+    present = target.list()
+    _refuse(job, target, present, overwrite=overwrite)
+    leftovers = tuple(path for path in present if _TEMPORARY.fullmatch(path))
+    for path in leftovers:
+        target.delete(path)
+    old_weights = {path for path in present if is_weights_path(path)}
+    names = {file.path for file in job.files.catalogue.files}
+    new = [path for path in (*names, *job.small_files) if path not in present]
+
+    def make_ready() -> None:
+        for path, data in job.small_files.items():
+            target.put(path, data)
+        if job.index is not None:  # so that no reader takes old and new files for one model
+            for path in old_weights - names | {INDEX_PATH} & old_weights:
+                target.delete(path)
+
+    try:
+        with closing(ReaderPool(job.store)) as pool:
+            sources = pool.sources([file.path for file in job.source.files])
+            write_files(
+                job.source,
+                sources,
+                job.files,
+                target,
+                options=options,
+                renamed=job.renamed,
+                before_commit=make_ready,
+            )
+        if job.index is not None:
+            target.put(INDEX_PATH, job.index)
+    except BaseException:
+        for path in new:
+            with suppress(CheckpointError):  # the first error is the one to tell
+                target.delete(path)
+        raise
+    for path in old_weights - names - ({INDEX_PATH} if job.index is not None else set()):
+        target.delete(path)
+    return leftovers
+
+
+def fitted(selection: Selection, expected: Catalogue) -> Selection:
+    """Give each tensor the name, or the names, that the expected model has for it.
+
+    Raises:
+        MismatchError: If names are missing or left over, or shapes differ; names all of them.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in expected.tensors}
+    tensors: list[Tensor] = []
+    renamed: dict[str, str] = {}
+    unexpected, reshaped = [], []
+    for tensor in selection.tensors:
+        names = [name for name in (tensor.name, *tensor.aliases) if name in shapes]
+        unexpected += [] if names else [tensor.name]
+        reshaped += [f"{n} {tensor.shape} instead of {shapes[n]}" for n in names if shapes[n] != tensor.shape]
+        others = tuple(name for name in (tensor.name, *tensor.aliases) if name not in shapes)
+        tensors += [replace(tensor, name=n, aliases=others if n == names[0] else ()) for n in names]
+        renamed |= {name: selection.renamed.get(tensor.name, tensor.name) for name in names}
+    missing = [name for name in shapes if name not in renamed]
+    wrong = [
+        f"{what} {listing(items)}"
+        for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        if items
+    ]
+    if wrong:
+        raise MismatchError(
+            f"the checkpoint does not fit the model: {'; '.join(wrong)}. Name the folder of the same model, or only "
+            "its config.json if the weights there are of another one."
+        )
+    return Selection(tuple(tensors), renamed)
+
+
+def expected_of(like: Store) -> Catalogue | str:
+    """Give the names and shapes of the weights in a folder, or why there are none to go by."""
+    try:
+        return read_folder(like).catalogue
+    except CheckpointError as error:
+        return str(error)
+
+
+def _refuse(job: ExportJob, target: Store, present: Mapping[str, int], *, overwrite: bool) -> None:
+    others = [path for path in present if is_weights_file(path) and not is_weights_path(path)]
+    if others:
+        raise CheckpointExistsError(
+            f"{target.url!r} has other weights: {listing(others)}, which might be loaded in place of these; choose "
+            "another destination, or remove them"
+        )
+    taken = [
+        path
+        for path in present
+        if not _TEMPORARY.fullmatch(path)
+        and not (path in job.small_files and _is_same(target, path, job.small_files[path], present[path]))
+    ]
+    if taken and not overwrite:
+        raise CheckpointExistsError(
+            f"{target.url!r} is not empty: it has {listing(taken)}; choose another destination, or ask to overwrite it"
+        )
+
+
+def _is_same(target: Store, path: str, data: bytes, nbytes: int) -> bool:
+    return nbytes == len(data) and target.get(path, max_nbytes=len(data)) == data
