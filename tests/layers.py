@@ -8,9 +8,11 @@ from __future__ import annotations
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
         ("errors", "layout", "names", "policy", "collectives"),
-        ("bucket", "wrap"),
+        ("bucket", "mesh", "wrap"),
         ("unit",),
-        ("runtime",),
+        ("clip", "runtime", "state_dict"),
+        ("fully_shard",),
+        ("__init__",),
     ),
     "shardckpt": (
         ("errors", "checksum", "retry"),
@@ -70,6 +72,26 @@ COLLECTIVES_IN: dict[str, tuple[str, ...]] = {"sharding": ("collectives",), "sha
 """Package -> the files that may issue collectives."""
 
 MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
+    (
+        "sharding/bucket",
+        "_parameters",
+    ): "assigning through `Module.__setattr__` would register, check and copy each time",
+    ("sharding/bucket", "_version"): "torch counts changes of a tensor there and nowhere else",
+    ("sharding/fully_shard", "_dynamo"): "`torch._dynamo.disable` is how torch itself marks hooks that are not traced",
+    ("sharding/fully_shard", "_pytree"): "torch's walk over nested arguments has no public name",
+    (
+        "sharding/fully_shard",
+        "_take",
+    ): "its own class: the other way to make one, around a module that is a unit already",
+    (
+        "sharding/names",
+        "_non_persistent_buffers_set",
+    ): "torch has no public question for what is left out of a state dict",
+    ("sharding/policy", "_HYBRID_SHARD_ZERO2"): "its own enum member, named as in torch",
+    ("sharding/runtime", "_C"): "home of the next",
+    ("sharding/runtime", "_current_graph_task_id"): "torch has no public way to ask whether autograd is running",
+    ("sharding/runtime", "_execution_engine"): "the only way to be called when a backward pass ends",
+    ("sharding/runtime", "_pytree"): "torch's walk over nested arguments has no public name",
     ("shardckpt/coordinate", "_get_default_store"): "torch has no public way to the store that its ranks share",
     ("shardckpt/coordinate", "torch._C._distributed_c10d"): "the only home of the error that this store raises",
 }
