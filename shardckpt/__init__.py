@@ -8,17 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint, StoredTensor
     from shardckpt.checkpoint import open_checkpoint as open  # noqa: A004  # reads as shardckpt.open
+    from shardckpt.coordinate import Deadlines
     from shardckpt.errors import CheckpointError
     from shardckpt.loading import LoadReport, load
     from shardckpt.saving import SaveReport, save
 
-__all__ = ["Checkpoint", "CheckpointError", "LoadReport", "SaveReport", "StoredTensor", "load", "open", "save"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Deadlines",
+    "LoadReport",
+    "SaveReport",
+    "StoredTensor",
+    "load",
+    "open",
+    "save",
+]
 
 _HOME = {
     "Checkpoint": ("checkpoint", "Checkpoint"),
     "StoredTensor": ("checkpoint", "StoredTensor"),
     "open": ("checkpoint", "open_checkpoint"),
     "CheckpointError": ("errors", "CheckpointError"),
+    "Deadlines": ("coordinate", "Deadlines"),
     "LoadReport": ("loading", "LoadReport"),
     "load": ("loading", "load"),
     "SaveReport": ("saving", "SaveReport"),

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from shardckpt.committed import read_committed
-from shardckpt.coordinate import DEFAULT_TIMEOUT_S, coordinator
+from shardckpt.coordinate import Deadlines, coordinator
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import MismatchError, listing
 from shardckpt.manifest import Stored
@@ -52,7 +52,7 @@ def load(
     *,
     strict: bool = True,
     process_group: ProcessGroup | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    deadlines: Deadlines | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     storage_options: Mapping[str, object] | None = None,
 ) -> LoadReport:
@@ -66,7 +66,7 @@ def load(
         state: As for `save`, with the same sections or fewer.
         strict: False lets names differ, as reported; but matching nothing is an error.
         process_group: The ranks that load together; None for all.
-        timeout_s: How long to wait for the slowest rank in each phase.
+        deadlines: How long to wait for other ranks; None for the defaults.
         budget_bytes: Ceiling of the buffers that this rank uses beside the state itself.
         storage_options: For the fsspec file system of `path`.
 
@@ -86,12 +86,12 @@ def load(
         >>> state["epoch"]
         4
     """
-    together = coordinator(process_group, timeout_s)
     loading = _Loading(open_store(path, storage_options), state, strict)
-    answer = together.exchange("match the checkpoint with the state", loading.prepare, loading.check_names)
-    matched = msgspec.msgpack.decode(answer, type=_Names)
-    answer = together.exchange("read the tensors", lambda: loading.read(budget_bytes), loading.compare_partial)
-    together.exchange("take the state", loading.finish)
+    with coordinator(process_group, deadlines) as together:
+        answer = together.exchange("match the checkpoint with the state", loading.prepare, loading.check_names)
+        matched = msgspec.msgpack.decode(answer, type=_Names)
+        answer = together.exchange("read the tensors", lambda: loading.read(budget_bytes), loading.compare_partial)
+        together.exchange("take the state", loading.finish)
     return loading.report(matched, unverified_nbytes=msgspec.msgpack.decode(answer, type=int))
 
 

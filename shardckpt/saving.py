@@ -17,7 +17,7 @@ from shardckpt.catalogue import Catalogue, CatalogueBuilder, File
 from shardckpt.checksum import crc32c
 from shardckpt.committed import Destination, Draft, commit, draft_of_state, prepare, with_chunk_crcs
 from shardckpt.container import FileSet
-from shardckpt.coordinate import DEFAULT_TIMEOUT_S, Coordinator, coordinator
+from shardckpt.coordinate import Coordinator, Deadlines, coordinator
 from shardckpt.dtensors import MeshCut
 from shardckpt.endpoints import Source
 from shardckpt.errors import MismatchError
@@ -62,7 +62,7 @@ def save(
     step: int | None = None,
     overwrite: bool = False,
     process_group: ProcessGroup | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    deadlines: Deadlines | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     storage_options: Mapping[str, object] | None = None,
 ) -> SaveReport:
@@ -74,7 +74,7 @@ def save(
         step: The training step, kept in the manifest.
         overwrite: Replace a checkpoint at `path`, atomically.
         process_group: The ranks that save together; None for all.
-        timeout_s: How long to wait for the slowest rank in each phase.
+        deadlines: How long to wait for other ranks; None for the defaults.
         budget_bytes: Ceiling of the buffers that this rank uses beside the state itself.
         storage_options: For the fsspec file system of `path`.
 
@@ -92,14 +92,14 @@ def save(
         True
     """
     started = time.monotonic()
-    together = coordinator(process_group, timeout_s)
     store = open_store(path, storage_options)
-    saving = _Saving(together, store, step, overwrite)
-    answer = together.exchange("collect the state", lambda: saving.collect(state), saving.agree)
-    if not answer:
-        answer = together.exchange("merge the states", saving.describe, saving.merge)
-    token = saving.take_agreement(answer)
-    report = together.exchange("write the shard files", lambda: saving.write(token, budget_bytes), saving.commit)
+    with coordinator(process_group, deadlines) as together:
+        saving = _Saving(together, store, step, overwrite)
+        answer = together.exchange("collect the state", lambda: saving.collect(state), saving.agree)
+        if not answer:
+            answer = together.exchange("merge the states", saving.describe, saving.merge)
+        token = saving.take_agreement(answer)
+        report = together.exchange("write the shard files", lambda: saving.write(token, budget_bytes), saving.commit)
     nbytes, leftovers = msgspec.msgpack.decode(report, type=tuple[int, tuple[str, ...]])
     return SaveReport(store.url, nbytes, time.monotonic() - started, leftovers)
 

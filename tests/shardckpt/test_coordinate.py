@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardckpt.coordinate import coordinator
+from shardckpt.coordinate import Deadlines, coordinator
 from shardckpt.errors import CheckpointError, CheckpointExistsError, CorruptError, RankFailedError
 from tests.ranks import run_ranks
 
@@ -73,7 +73,7 @@ def _caught(kind: str) -> tuple[str, str, tuple[int, ...], float]:
 
     started = time.monotonic()
     try:
-        coordinator(timeout_s=30).exchange("test", work, decide)
+        coordinator(deadlines=Deadlines(30)).exchange("test", work, decide)
     except CheckpointError as error:
         return type(error).__name__, str(error), getattr(error, "ranks", ()), time.monotonic() - started
     raise AssertionError("nothing was raised")
@@ -96,21 +96,48 @@ def test_an_error_on_one_rank_is_raised_alike_on_all(kind: str, expected_type: s
         assert seconds < 10
 
 
-def _absent() -> str:
-    if dist.get_rank() == 2:
-        time.sleep(4)
-        return ""
-    try:
-        coordinator(timeout_s=1.5).exchange("test", lambda: b"")
-    except RankFailedError as error:
-        assert error.ranks == (2,)
-        return str(error)
-    raise AssertionError("nothing was raised")
+def _raised(deadlines: Deadlines) -> tuple[str, tuple[int, ...], float]:
+    started = time.monotonic()
+    with pytest.raises(RankFailedError) as caught, coordinator(deadlines=deadlines) as together:
+        together.exchange("test", lambda: b"")
+    return str(caught.value), caught.value.ranks, time.monotonic() - started
 
 
-def test_a_rank_that_does_not_arrive_is_named() -> None:
+def _absent(rank: int) -> tuple[str, tuple[int, ...], float]:
+    if dist.get_rank() == rank:
+        time.sleep(6)
+        return "", (), 0.0
+    return _raised(Deadlines(arrival_s=2.5, silence_s=30))
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_arrive_is_named(absent: int) -> None:
     """After the deadline the ranks that did arrive say who did not, and what to look at."""
-    first, second, _ = run_ranks(3, _absent)
-    assert first == second
-    assert first.startswith("rank 2 of 3 did not arrive to test within 1.5 s.")
-    assert "See what" in first
+    found = run_ranks(3, _absent, absent)
+    del found[absent]
+    for message, ranks, _ in found:
+        assert message == found[0][0]
+        assert message.startswith(f"rank {absent} of 3 did not arrive to test within 2.5 s. See what")
+        assert ranks == (absent,)
+
+
+def _silent(rank: int) -> tuple[str, tuple[int, ...], float]:
+    if dist.get_rank() == rank:
+        with coordinator():
+            time.sleep(1.5)
+        time.sleep(6)  # as if killed while it worked: begun, and no more signs of life
+        return "", (), 0.0
+    return _raised(Deadlines(arrival_s=60, silence_s=2.5))
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_dies_at_work_is_missed_within_seconds(silent: int) -> None:
+    """Long before the deadline for arrival, a rank without signs of life is taken for dead, and named."""
+    found = run_ranks(3, _silent, silent)
+    del found[silent]
+    for message, ranks, seconds in found:
+        assert message.startswith(
+            f"rank {silent} of 3 gave no sign of life for 2.5 s, to test: dead or stopped. See the"
+        )
+        assert ranks == (silent,)
+        assert seconds < 15
