@@ -16,7 +16,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "shardckpt": (
         ("errors", "checksum", "retry"),
-        ("region", "dtypes", "names", "coordinate", "store"),
+        ("region", "dtypes", "elements", "names", "coordinate", "store"),
         ("catalogue", "local_store", "fsspec_store", "s3_client"),
         ("layout", "plan", "s3_object"),
         ("dtensors", "s3_store"),
