@@ -153,12 +153,12 @@ def prepare(store: Store, *, overwrite: bool) -> Destination:
         CheckpointExistsError: If there is a checkpoint and `overwrite` is False, or if there are files of another kind.
     """
     found = store.list()
-    if MANIFEST_PATH in found:
+    if store.exists(MANIFEST_PATH):  # asked for by name, as a list may lag behind
         if not overwrite:
             raise CheckpointExistsError(
                 f"{store.url!r} holds a checkpoint already; choose another destination, or ask to overwrite it"
             )
-        return Destination(store, secrets.token_hex(4), ())
+        return Destination(store, secrets.token_hex(4), _discard_unfinished(store))
     foreign = [path for path in found if not _OWN_FILE.fullmatch(path)]
     if foreign and not overwrite:
         raise CheckpointExistsError(
@@ -167,7 +167,11 @@ def prepare(store: Store, *, overwrite: bool) -> Destination:
     leftovers = tuple(path for path in found if _OWN_FILE.fullmatch(path))
     for path in leftovers:
         store.delete(path)
-    return Destination(store, "", leftovers)
+    return Destination(store, "", tuple(dict.fromkeys((*leftovers, *_discard_unfinished(store)))))
+
+
+def _discard_unfinished(store: Store) -> tuple[str, ...]:
+    return store.discard_unfinished(lambda path: _OWN_FILE.fullmatch(path) is not None)
 
 
 def check_space(store: Store, nbytes: int) -> None:

@@ -24,6 +24,9 @@ MAX_OPEN_READERS = 64
 class Source(ABC):
     """One file or buffer to copy from; safe to use from several threads."""
 
+    is_remote = False
+    """True if each fetch takes a round trip."""
+
     @abstractmethod
     def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
         """Give `len(out)` bytes from `byte_offset`: `out`, filled, or a view of the source's own memory."""
@@ -36,6 +39,10 @@ class Sink(ABC):
     """True if writes must come front to back."""
     is_memory = False
     """True if `memory` gives what to fill in place of writing."""
+    is_remote = False
+    """True if what is written goes over a network."""
+    part_bytes = 0
+    """What it keeps in memory for each thread that writes."""
 
     def memory(self, byte_offset: int, nbytes: int) -> Bytes:
         """Give the memory of this range; only where `is_memory`."""
@@ -87,6 +94,7 @@ class FileSource(Source):
     def __init__(self, pool: ReaderPool, path: str) -> None:
         self._pool = pool
         self._path = path
+        self.is_remote = pool.is_remote
 
     def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
         reader = self._pool.acquire(self._path)
@@ -103,6 +111,7 @@ class ReaderPool:
     def __init__(self, store: Store, max_open: int = MAX_OPEN_READERS) -> None:
         self._store = store
         self._max_open = max_open
+        self.is_remote = store.is_remote
         self._lock = Lock()
         self._idle: OrderedDict[str, Reader] = OrderedDict()
         self._in_use: dict[str, tuple[Reader, int]] = {}  # with the number of users
@@ -114,13 +123,24 @@ class ReaderPool:
     def acquire(self, path: str) -> Reader:
         """Give an open reader; must be released."""
         with self._lock:
-            if path in self._in_use:
-                reader, users = self._in_use[path]
-            else:
-                reader = self._idle.pop(path) if path in self._idle else self._store.open_reader(path)
-                users = 0
-            self._in_use[path] = (reader, users + 1)
+            reader = self._take(path)
+        if reader is not None:
             return reader
+        opened = self._store.open_reader(path)  # not under the lock: other files need not wait for a slow answer
+        with self._lock:
+            reader = self._take(path)
+            if reader is None:
+                self._in_use[path] = (opened, 1)
+                return opened
+        opened.close()  # another thread was quicker
+        return reader
+
+    def _take(self, path: str) -> Reader | None:
+        """Give a reader that is open, for one more user; None if there is none."""
+        reader, users = self._in_use[path] if path in self._in_use else (self._idle.pop(path, None), 0)
+        if reader is not None:
+            self._in_use[path] = (reader, users + 1)
+        return reader
 
     def release(self, path: str) -> None:
         """Give back a reader."""
@@ -151,6 +171,8 @@ class FileSink(Sink):
         self._lock = Lock()
         self._writer: Writer | None = None
         self.is_sequential = store.is_sequential
+        self.is_remote = store.is_remote
+        self.part_bytes = store.part_bytes(nbytes)
 
     def write(self, byte_offset: int, data: Bytes) -> None:
         self._begun().write(byte_offset, data)

@@ -43,6 +43,7 @@ class FsspecStore(Store):
     """A root on any file system of fsspec."""
 
     is_sequential = True
+    is_remote = True
 
     def __init__(self, url: str, storage_options: Mapping[str, object]) -> None:
         from fsspec.core import url_to_fs  # on demand: local work starts without fsspec

@@ -200,6 +200,6 @@ def _refused(action: str, path: str, cause: Exception) -> CheckpointError:
             hint = "Give key and secret, a profile or AWS_* variables; or anon=True for a public bucket."
         case BotoCoreError():
             hint = "Check the storage options and the AWS configuration."
-    error = StorageError(f"cannot {action} {path!r}: {type(cause).__name__}: {cause}. {hint}")
+    error = StorageError(f"cannot {action} {path!r}: {type(cause).__name__}: {str(cause).rstrip('.')}. {hint}")
     error.path = path
     return error

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,6 +25,11 @@ from shardckpt.plan import Copies, Plan
 I64 = NDArray[np.int64]
 
 DEFAULT_BUDGET_BYTES = 128 << 20
+NUM_LOCAL_WORKERS = 4
+"""At most; no more than there are cores."""
+NUM_REMOTE_WORKERS = 8
+"""At most: one connection does not fill a network, and workers wait for it rather than compute."""
+_LEAST_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +51,27 @@ class Sizes:
     max_gap_bytes: int = 64 << 10
 
 
+REMOTE_SIZES = Sizes(8 << 20, step_bytes=8 << 20, batch_bytes=8 << 20, window_bytes=32 << 20, max_gap_bytes=1 << 20)
+"""A round trip takes as long as the transfer of some MiB: fewer and larger requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
     """How bytes are moved.
 
     Attributes:
         budget_bytes: Ceiling of the buffers held at a time.
-        num_workers: Threads; None for one a core, at most 4.
+        num_workers: Threads; None for as many as fit the ends and the budget.
         is_verified: False skips the comparison with recorded checksums.
         on_progress: Called with the bytes done since the last call, from one thread at a time.
-        sizes: How copies are cut and put together.
+        sizes: How copies are cut and put together; None for what fits the ends.
     """
 
     budget_bytes: int = DEFAULT_BUDGET_BYTES
     num_workers: int | None = None
     is_verified: bool = True
     on_progress: Callable[[int], None] | None = None
-    sizes: Sizes = Sizes()
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,10 @@ def transfer(
         StorageError: If reading or writing fails.
     """
     options = options or TransferOptions()
-    workers = options.num_workers or min(4, os.cpu_count() or 1)
-    copier = _Copier(plan, sources, sinks, options)
+    means = _means(options, sources, sinks)
+    copier = _Copier(plan, sources, sinks, means.sizes, options.on_progress)
     try:
-        _run(copier, workers, max(options.budget_bytes // (2 * workers), options.sizes.step_bytes))
+        _run(copier, means.num_workers, means.buffer_bytes)
         read = Parts.concatenate(copier.source_parts if options.is_verified else [])
         partial = compare(plan.source, read)
     except BaseException:
@@ -134,6 +143,34 @@ def transfer(
         raise
     crcs = compose(Parts.concatenate(copier.target_parts), len(plan.target.chunk_nbytes))
     return TransferReport(plan.copies.nbytes, crcs, partial, copier.unchecked_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """With what a transfer is done.
+
+    Attributes:
+        num_workers: Threads.
+        buffer_bytes: Of each of a worker's two buffers.
+        sizes: How copies are cut; a step fits a buffer.
+    """
+
+    num_workers: int
+    buffer_bytes: int
+    sizes: Sizes
+
+
+def _means(options: TransferOptions, sources: Sequence[Source], sinks: Sequence[Sink]) -> _Means:
+    """Share the budget between workers: each has two buffers and one part of a file; one more part is begun."""
+    is_remote = any(source.is_remote for source in sources) or any(sink.is_remote for sink in sinks)
+    sizes = options.sizes or (REMOTE_SIZES if is_remote else Sizes())
+    part = max((sink.part_bytes for sink in sinks), default=0)
+    least = min(sizes.step_bytes, _LEAST_BUFFER_BYTES)
+    room = (options.budget_bytes - part) // (2 * least + part)
+    usual = NUM_REMOTE_WORKERS if is_remote else min(NUM_LOCAL_WORKERS, os.cpu_count() or 1)
+    workers = options.num_workers or max(1, min(usual, room))
+    buffer = max((options.budget_bytes - (workers + 1) * part) // (2 * workers), least)
+    return _Means(workers, buffer, replace(sizes, step_bytes=min(sizes.step_bytes, buffer)))
 
 
 def compose(parts: Parts, num_chunks: int) -> I64:
@@ -237,14 +274,21 @@ def _run(copier: _Copier, num_workers: int, buffer_bytes: int) -> None:
 class _Copier:
     """Does the batches of one plan; safe to call from several threads."""
 
-    def __init__(self, plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], options: TransferOptions) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[Source],
+        sinks: Sequence[Sink],
+        sizes: Sizes,
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
         self.source_parts: list[Parts] = []
         self.target_parts: list[Parts] = []
         self.unchecked_nbytes = 0
-        self._sources, self._sinks, self._on_progress = sources, sinks, options.on_progress
-        self._sizes = options.sizes
+        self._sources, self._sinks, self._on_progress = sources, sinks, on_progress
+        self._sizes = sizes
         self._lock = threading.Lock()
-        self._copies = copies = _cut_long(plan.copies, options.sizes.piece_bytes)
+        self._copies = copies = _cut_long(plan.copies, sizes.piece_bytes)
         self._src_file = plan.source.chunk_file[copies.src_chunk]
         self._dst_file = plan.target.chunk_file[copies.dst_chunk]
         self._src_chunk_at = plan.source.chunk_byte_offset
