@@ -25,7 +25,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("manifest", "shard_file", "tensors", "transfer"),
         ("committed", "merge", "objects"),
         ("write_files", "checkpoint", "state", "formats/*"),
-        ("wanted",),
+        ("wanted", "formats/origin"),
         ("saving", "loading", "tools/companions", "tools/rewrite", "tools/selection"),
         ("tools/*",),
         ("cli/options", "cli/output"),

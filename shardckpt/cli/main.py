@@ -13,6 +13,7 @@ COMMANDS = {
     "export": "Write the weights of a checkpoint as a Hugging Face folder.",
     "inspect": "Show what a checkpoint holds, without reading its tensors.",
     "verify": "Check that a checkpoint is whole and undamaged.",
+    "diff": "Compare the tensors of two checkpoints or Hugging Face folders.",
 }
 """Command -> its one sentence; `cli/<command>.py` holds it, as `command`."""
 
