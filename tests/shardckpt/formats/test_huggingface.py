@@ -92,7 +92,7 @@ def test_two_files_with_one_tensor_are_refused(tmp_path: Path) -> None:
     write_sharded(tmp_path, {"a": np.ones(3)}, {"a": np.ones(3)})
     store = open_store(tmp_path)
     with pytest.raises(
-        FormatError, match=r"'a' is in 'model-00001.*' and in 'model-00002.*'; the files are not of one"
+        FormatError, match=r"'a' is in 'model-00001.*' and in 'model-00002.*'; the files are"
     ):
         read_files(store, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
 
