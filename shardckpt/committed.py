@@ -146,8 +146,8 @@ def draft_of_state(state: bytes, step: int | None, world_size: int) -> Draft:
     return Draft(step, world_size, found.sections, tensors, found.layout, objects)
 
 
-def prepare(store: Store, *, overwrite: bool) -> Destination:
-    """Make a root ready to be written to; must be called once a save, by one rank.
+def survey_destination(store: Store, *, overwrite: bool) -> Destination:
+    """Find out whether a root can be written to, and change nothing; `leftovers` are those that `prepare` would remove.
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and `overwrite` is False, or if there are files of another kind.
@@ -158,16 +158,26 @@ def prepare(store: Store, *, overwrite: bool) -> Destination:
             raise CheckpointExistsError(
                 f"{store.url!r} holds a checkpoint already; choose another destination, or ask to overwrite it"
             )
-        return Destination(store, secrets.token_hex(4), _discard_unfinished(store))
+        return Destination(store, secrets.token_hex(4), ())
     foreign = [path for path in found if not _OWN_FILE.fullmatch(path)]
     if foreign and not overwrite:
         raise CheckpointExistsError(
             f"{store.url!r} is not empty: it has {listing(foreign)}; choose another destination, or ask to overwrite"
         )
-    leftovers = tuple(path for path in found if _OWN_FILE.fullmatch(path))
-    for path in leftovers:
+    return Destination(store, "", tuple(path for path in found if _OWN_FILE.fullmatch(path)))
+
+
+def prepare(store: Store, *, overwrite: bool) -> Destination:
+    """Make a root ready to be written to; must be called once a save, by one rank.
+
+    Raises:
+        CheckpointExistsError: As `survey_destination`.
+    """
+    destination = survey_destination(store, overwrite=overwrite)
+    for path in destination.leftovers:
         store.delete(path)
-    return Destination(store, "", tuple(dict.fromkeys((*leftovers, *_discard_unfinished(store)))))
+    leftovers = tuple(dict.fromkeys((*destination.leftovers, *_discard_unfinished(store))))
+    return replace(destination, leftovers=leftovers)
 
 
 def _discard_unfinished(store: Store) -> tuple[str, ...]:

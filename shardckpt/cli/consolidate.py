@@ -12,7 +12,7 @@ from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import Verb
 from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.storage import Store, split_url
-from shardckpt.tools.consolidate import Tied, consolidate, plan_consolidate
+from shardckpt.tools.consolidate import Tied, consolidate, plan_consolidate, refuse_taken
 from shardckpt.tools.selection import Choice
 
 
@@ -53,6 +53,7 @@ def command(
     num_tensors = len(job.files.catalogue.tensors)
     facts: Row = {"source": source, "destination": destination, "num_tensors": num_tensors}
     if writing.is_dry_run:
+        refuse_taken(target, [name], overwrite=writing.is_overwriting)
         plan_result(output, facts, job.files, target, writing)
         return
     with output.progress("consolidate", job.files.nbytes) as on_progress:

@@ -15,7 +15,7 @@ from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.errors import listing
 from shardckpt.storage import Store, split_url
 from shardckpt.tools.companions import CONFIG_PATH, Companions, find_companions
-from shardckpt.tools.export import expected_of, export, plan_export
+from shardckpt.tools.export import expected_of, export, plan_export, refuse_taken
 from shardckpt.tools.selection import Choice
 
 
@@ -67,7 +67,8 @@ def command(
         "companions": sorted(job.small_files),
     }
     if writing.is_dry_run:
-        plan_result(output, facts, job.files, target, writing)
+        leftovers = refuse_taken(job, target, overwrite=writing.is_overwriting)
+        plan_result(output, facts, job.files, target, writing, leftovers)
         return
     with output.progress("export", job.files.nbytes) as on_progress:
         leftovers = export(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))

@@ -11,6 +11,7 @@ from shardckpt.cli import options
 from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import Verb
 from shardckpt.cli.writing import plan_result, write_result
+from shardckpt.committed import survey_destination
 from shardckpt.errors import listing
 from shardckpt.storage import Store, split_url
 from shardckpt.tools.import_weights import plan_import
@@ -52,7 +53,8 @@ def command(
     }
     files = job.rewrite.files
     if writing.is_dry_run:
-        plan_result(output, facts, files, target, writing)
+        found = survey_destination(target, overwrite=writing.is_overwriting)
+        plan_result(output, facts, files, target, writing, found.leftovers)
         return
     with output.progress("import", files.nbytes) as on_progress:
         done = rewrite(

@@ -11,6 +11,7 @@ from shardckpt.cli import options
 from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import Verb
 from shardckpt.cli.writing import plan_result, write_result
+from shardckpt.committed import survey_destination
 from shardckpt.storage import Store
 from shardckpt.tools.reshard import plan_reshard
 from shardckpt.tools.rewrite import rewrite
@@ -48,7 +49,8 @@ def command(
     job = plan_reshard(open_at(source), to_ranks=to_ranks, from_ranks=from_ranks)
     facts: Row = {"source": source, "destination": destination, "to_ranks": to_ranks}
     if writing.is_dry_run:
-        plan_result(output, facts, job.files, target, writing)
+        found = survey_destination(target, overwrite=writing.is_overwriting)
+        plan_result(output, facts, job.files, target, writing, found.leftovers)
         return
     with output.progress("reshard", job.files.nbytes) as on_progress:
         done = rewrite(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))

@@ -7,12 +7,21 @@ from collections.abc import Sequence
 
 from shardckpt.cli.options import Writing
 from shardckpt.cli.output import Output, Row
+from shardckpt.committed import check_space
 from shardckpt.container import FileSet
 from shardckpt.storage import Store
 
 
-def plan_result(output: Output, facts: Row, files: FileSet, target: Store, writing: Writing) -> None:
-    """Print what a command would write: files, bytes, memory and the room that there is."""
+def plan_result(
+    output: Output, facts: Row, files: FileSet, target: Store, writing: Writing, leftovers: Sequence[str] = ()
+) -> None:
+    """Print what a command would write: files, bytes, memory and the room that there is.
+
+    Raises `NoSpaceError` where the room is too small: what a run would refuse, a dry run refuses.
+    """
+    check_space(target, files.nbytes)
+    if leftovers:
+        output.note(f"would start clean: remove {len(leftovers)} files that an unfinished run has left")
     planned: Row = {
         **facts,
         "is_dry_run": True,

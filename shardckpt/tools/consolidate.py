@@ -13,6 +13,7 @@ from shardckpt.container import FileSet
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import CheckpointExistsError, listing
 from shardckpt.formats.huggingface import lay_out_files
+from shardckpt.manifest import MANIFEST_PATH
 from shardckpt.storage import Store
 from shardckpt.tools.selection import Choice, Selection, select
 from shardckpt.transfer import TransferOptions
@@ -85,9 +86,16 @@ def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options:
 
 
 def refuse_taken(target: Store, paths: list[str], *, overwrite: bool) -> None:
-    """Raise `CheckpointExistsError` if there is a file at one of `paths` and it is not to be replaced."""
-    taken = [path for path in paths if not overwrite and target.exists(path)]
-    if taken:
+    """Raise `CheckpointExistsError` if there is a file at one of `paths` and it is not to be replaced.
+
+    A file beside a manifest is never replaced: it may be one of that checkpoint's.
+    """
+    taken = [path for path in paths if target.exists(path)]
+    if taken and target.exists(MANIFEST_PATH):
+        raise CheckpointExistsError(
+            f"{target.url!r} is a checkpoint, which has {listing(taken)}; choose a destination outside it"
+        )
+    if taken and not overwrite:
         raise CheckpointExistsError(
             f"{target.url!r} has {listing(taken)} already; choose another destination, or ask to overwrite it"
         )

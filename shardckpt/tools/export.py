@@ -85,8 +85,7 @@ def export(job: ExportJob, target: Store, *, overwrite: bool, options: TransferO
         CheckpointError: As `write_files`.
     """
     present = target.list()
-    _refuse(job, target, present, overwrite=overwrite)
-    leftovers = tuple(path for path in present if _TEMPORARY.fullmatch(path))
+    leftovers = refuse_taken(job, target, overwrite=overwrite)
     for path in leftovers:
         target.delete(path)
     old_weights = {path for path in present if is_weights_path(path)}
@@ -163,7 +162,13 @@ def expected_of(like: Store) -> Catalogue | str:
         return str(error)
 
 
-def _refuse(job: ExportJob, target: Store, present: Mapping[str, int], *, overwrite: bool) -> None:
+def refuse_taken(job: ExportJob, target: Store, *, overwrite: bool) -> tuple[str, ...]:
+    """Find out whether the folder can be written to, and change nothing; give what an unfinished run has left there.
+
+    Raises:
+        CheckpointExistsError: If it holds other weights, or something that is not to be replaced.
+    """
+    present = target.list()
     others = [path for path in present if is_weights_file(path) and not is_weights_path(path)]
     if others:
         raise CheckpointExistsError(
@@ -180,6 +185,7 @@ def _refuse(job: ExportJob, target: Store, present: Mapping[str, int], *, overwr
         raise CheckpointExistsError(
             f"{target.url!r} is not empty: it has {listing(taken)}; choose another destination, or ask to overwrite it"
         )
+    return tuple(path for path in present if _TEMPORARY.fullmatch(path))
 
 
 def _is_same(target: Store, path: str, data: bytes, nbytes: int) -> bool:
