@@ -304,7 +304,10 @@ def cut_along(
     extent = np.tile(np.array(shape, np.int64), (len(coordinates), 1))
     for axis, dim in cuts:
         if dim >= len(shape):
-            raise FormatError(f"the layout cuts dim {dim} of {fqn!r}, whose global shape is {tuple(shape)}")
+            raise FormatError(
+                f"the layout cuts dim {dim} of {fqn!r}, whose global shape is {tuple(shape)}; the checkpoint was not "
+                "written by a sound shardckpt"
+            )
         piece = -(-extent[:, dim] // axes[axis])
         low = np.minimum(coordinates[:, axis] * piece, extent[:, dim])
         offset[:, dim] += low

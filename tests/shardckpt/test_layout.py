@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import msgspec
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.catalogue import Tensor
-from shardckpt.errors import FormatError
-from shardckpt.layout import Bucket, Layout, RankChunks, regions, single_bucket
+from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.layout import Bucket, Layout, Mesh, RankChunks, regions, scaled_axes, single_bucket
+from shardckpt.region import Box, normalise
 from sharding.layout import Slot, lay_out
 
 DIM0 = (0, 1, 2, 3, 5, 7, 10, 17, 4097)
@@ -158,3 +160,107 @@ def test_a_slot_that_does_not_fit_its_tensor_is_refused() -> None:
     tensors = [Tensor("w", "F32", (7,)), Tensor("b", "F32", (1,))]
     with pytest.raises(FormatError, match=r"gives 'w' 6 elements, its global shape \(7,\) has 7; .* sound shardckpt"):
         regions(GOOD, tensors, 2)
+
+
+# Hybrid buckets and meshes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_shards", "world_size"), [(1, 1), (1, 5), (2, 4), (2, 6), (3, 12), (4, 4)])
+def test_hybrid_buckets_are_written_once_by_those_who_hold_them(num_shards: int, world_size: int) -> None:
+    """Rank r writes of shard r modulo n only, the ranks of a shard share it out, and together they tile all."""
+    tensors = tensors_of("F32", "model")
+    numel = [tensor.numel for tensor in tensors]
+    layout = Layout([Bucket(4, numel, [1] * len(numel), [list(range(len(numel)))], num_shards)], [])
+    found = regions(layout, tensors, world_size)
+    placed = lay_out([Slot("", (n,)) for n in numel], world_size=num_shards, align=4)
+    for tensor, unsorted in spans_by_tensor(found).items():
+        spans = sorted(unsorted)
+        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])]
+        assert spans[-1][1] == numel[tensor]
+        for start, stop, rank in spans:
+            low, high = placed.span(tensor, rank % num_shards)
+            assert low <= start < stop <= high
+    written = np.bincount(found.rank, weights=found.stop - found.start, minlength=world_size)
+    assert written.max() <= sum(numel) / world_size + 4 * len(numel) + 4 * world_size
+
+
+def test_a_hybrid_bucket_needs_a_multiple_of_its_shards() -> None:
+    """The message names the number that must divide the ranks."""
+    tensors = [Tensor("w", "F32", (8,))]
+    layout = Layout([Bucket(4, [8], [1], [[0]], 4)], [])
+    with pytest.raises(UnsupportedError, match=r"of 4 shards .* cannot be held by 6 ranks; choose a multiple of 4"):
+        regions(layout, tensors, 6)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[Mesh, list[Tensor]]:
+    """Draw a mesh with placements, and tensors to cut."""
+    axes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    named = draw(st.lists(st.integers(0, len(axes) - 1), unique=True, max_size=len(axes)))
+    cuts = [(axis, draw(st.integers(0, 2))) for axis in named]
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), min_size=3, max_size=3).map(tuple), min_size=1, max_size=3))
+    tensors = [Tensor(f"w{i}", "F32", shape) for i, shape in enumerate(shapes)]
+    return Mesh(axes, cuts, list(range(len(tensors)))), tensors
+
+
+@given(meshes())
+def test_chunks_on_a_mesh_are_those_of_nested_chunking(case: tuple[Mesh, list[Tensor]]) -> None:
+    """Each rank writes what cutting an array axis by axis leaves it, and every element is written once."""
+    mesh, tensors = case
+    found = regions(Layout([], [], [mesh]), tensors, math.prod(mesh.axes))
+    written = [np.zeros(tensor.numel, int) for tensor in tensors]
+    for row in range(len(found.rank)):
+        tensor = tensors[found.tensor[row]]
+        indices = np.arange(tensor.numel).reshape(tensor.shape)
+        held = indices
+        coordinate = np.unravel_index(found.rank[row], mesh.axes)
+        for axis, dim in mesh.cuts:
+            size = -(-held.shape[dim] // mesh.axes[axis])
+            low = size * int(coordinate[axis])
+            held = np.take(held, range(min(low, held.shape[dim]), min(low + size, held.shape[dim])), axis=dim)
+        if found.box[row] < 0:
+            mine = np.arange(found.start[row], found.stop[row])
+        else:
+            box = zip(found.offset[found.box[row]].tolist(), found.shape[found.box[row]].tolist(), strict=True)
+            mine = indices[tuple(slice(o, o + n) for o, n in box)]
+            assert normalise(Box(*_box(found, row)), tensor.shape, fqn="") == Box(*_box(found, row))
+        assert mine.reshape(-1).tolist() == held.reshape(-1).tolist()
+        written[found.tensor[row]][held.reshape(-1)] += 1
+    assert all((counts == 1).all() for counts in written)
+
+
+def _box(found: RankChunks, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(found.offset[found.box[row]].tolist()), tuple(found.shape[found.box[row]].tolist())
+
+
+def test_the_outermost_axis_of_a_mesh_takes_what_the_others_leave() -> None:
+    """A mesh keeps its inner axes at another world size, and refuses one that they do not divide."""
+    mesh = Mesh([2, 4], [(0, 0), (1, 1)], [0])
+    tensors = [Tensor("w", "F32", (12, 8))]
+    assert scaled_axes(mesh, 12) == [3, 4]
+    assert len(regions(Layout([], [], [mesh]), tensors, 12).rank) == 12
+    with pytest.raises(UnsupportedError, match="a mesh of 2x4 cannot have 6 ranks, which 4 does not divide; choose"):
+        regions(Layout([], [], [mesh]), tensors, 6)
+
+
+def test_a_cut_along_a_dim_that_is_not_there_is_refused() -> None:
+    """The message names the tensor and its shape."""
+    tensors = [Tensor("w", "F32", (12,))]
+    with pytest.raises(FormatError, match=r"cuts dim 1 of 'w', whose global shape is \(12,\); .* sound shardckpt"):
+        regions(Layout([], [], [Mesh([2], [(0, 1)], [0])]), tensors, 2)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh([2], [(1, 0)], [1]),
+        Mesh([2], [(0, -1)], [1]),
+        Mesh([2], [(0, 0), (0, 1)], [1]),
+        Mesh([0], [], [1]),
+        Mesh([1 << 31], [], [1]),
+    ],
+)
+def test_a_malformed_mesh_is_refused(mesh: Mesh) -> None:
+    """Axes, dims and sizes out of range are told apart from a wrong tensor."""
+    with pytest.raises(FormatError, match="has a malformed mesh; it was not written by a sound shardckpt"):
+        msgspec.structs.replace(GOOD, replicated=[], meshes=[mesh]).check(2, "manifest.json")
