@@ -22,6 +22,10 @@ class Verb(click.Command):
         *own, help_option = super().get_params(ctx)
         return [*own, *_common_options(), help_option]
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Print the example in one line, to be copied."""
+        formatter.write(f"\n{self.epilog or ''}\n")
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the function; known errors end as `Error: ...` unless `--debug` asks for the traceback."""
         is_debug = bool(ctx.params.pop("debug"))
