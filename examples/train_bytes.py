@@ -1,7 +1,7 @@
 """Train a byte-level Llama on Python's standard library, sharded over all ranks; resume at any number of ranks.
 
     torchrun --nproc-per-node 4 examples/train_bytes.py --out runs/a
-    torchrun --nproc-per-node 3 examples/train_bytes.py --out runs/b --resume runs/a/step-000020
+    torchrun --nproc-per-node 3 examples/train_bytes.py --out runs/b --resume runs/a/step-000016
 
 Batch number n is the same whatever the number of ranks, so that runs can be compared.
 """
@@ -138,8 +138,8 @@ def parse_arguments() -> argparse.Namespace:
         "--out", type=Path, required=True, help="folder for checkpoints, the log and the model's config"
     )
     parser.add_argument("--resume", type=Path, help="a checkpoint, written at any number of ranks")
-    parser.add_argument("--steps", type=int, default=60, help="train up to this step")
-    parser.add_argument("--save-every", type=int, default=20, help="save each time that many steps are done")
+    parser.add_argument("--steps", type=int, default=48, help="train up to this step")
+    parser.add_argument("--save-every", type=int, default=16, help="save each time that many steps are done")
     parser.add_argument("--layers", type=int, default=4, help="number of blocks")
     return parser.parse_args()
 

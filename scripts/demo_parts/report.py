@@ -71,6 +71,9 @@ class Report:
         """Print the table and the verdict, and give the exit code."""
         self.title("What was done")
         self.console.print(self._table())
+        self.say(
+            "seconds and GB/s: of the whole command, from the start of its process; peak memory: of its largest process"
+        )
         compared = [row for row in self.rows if row.is_identical is not None]
         is_identical = bool(compared) and all(row.is_identical for row in compared)
         self.say(f"bit-identical: {'yes' if is_identical else 'NO'}")

@@ -13,15 +13,12 @@ from scripts.demo_parts.commands import TRAIN, Commands
 from scripts.demo_parts.report import Done, Report
 from scripts.demo_parts.weights import claim_identical
 
-TOLERANCE = 0.02
-"""How far the loss may be from that of the uninterrupted run, relatively.
+TOLERANCE = 1e-4
+"""How far a loss may be from that of the uninterrupted run, relatively.
 
-Another number of ranks adds the same gradients in another order, so float32 rounds differently, by about 1e-7 at first.
-Each step of training amplifies that; a wrong moment, step count or learning rate shows as a jump at once.
+Another number of ranks adds the same numbers in another order, so float32 rounds differently, by about 1e-7, and
+training amplifies that slowly. A lost moment, step count or learning rate moves the next losses by percents.
 """
-
-FIRST_TOLERANCE = 1e-5
-"""The same for the first step after resuming, which sees the loaded weights before any update: rounding of one sum."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,9 @@ class Scale:
     """
 
     layers: int = 4
-    steps: int = 60
-    save_every: int = 20
-    stop_after: int = 25
+    steps: int = 48
+    save_every: int = 16
+    stop_after: int = 20
     ranks: int = 4
     offline: int = 2
     at_load: int = 3
@@ -63,7 +60,7 @@ def run(report: Report, commands: Commands, scale: Scale) -> Path:
     losses = losses_of(whole)
     first, last = losses[1], losses[scale.steps]
     report.claim(f"the loss went down, from {first:.3f} to {last:.3f}", last < first - 0.5)
-    report.row(f"save, {scale.ranks} ranks", _typical_save(whole, done), newest(whole))
+    report.row(f"save on {scale.ranks} training ranks", _typical_save(whole, done), newest(whole))
 
     report.say(f"\nThe same again, but all ranks are terminated once step {scale.stop_after} is done.")
     _train(commands, scale, scale.ranks, stopped, stop_when=lambda: scale.stop_after in losses_of(stopped))
@@ -73,11 +70,13 @@ def run(report: Report, commands: Commands, scale: Scale) -> Path:
     checkpoint = newest(stopped)
     report.claim(f"its newest whole checkpoint is {checkpoint.name}", checkpoint.name == f"step-{scale.saved:06}")
 
+    commands.shardckpt("inspect", checkpoint)
+
     report.say(f"\nReshard that from {scale.ranks} to {scale.offline} ranks, weights and both moments of AdamW.")
     resharded = out / f"{checkpoint.name}-of-{scale.offline}"
     done = commands.shardckpt("reshard", checkpoint, resharded, "--from", str(scale.ranks), "--to", str(scale.offline))
     is_identical = _same_state(report, commands, checkpoint, resharded)
-    report.row(f"reshard {scale.ranks} to {scale.offline}, AdamW too", done, resharded, is_identical=is_identical)
+    report.row(f"reshard {scale.ranks} to {scale.offline} with AdamW", done, resharded, is_identical=is_identical)
 
     report.say(f"\nResume it on {scale.offline} ranks.")
     _train(commands, scale, scale.offline, offline, resume=resharded)
@@ -145,8 +144,11 @@ def _claim_continued(report: Report, scale: Scale, whole: Path, resumed: Path) -
         f"it did steps {steps[0]} to {steps[-1]}, at the same learning rates",
         is_complete and others.items() <= rates.items(),
     )
-    off = [abs(found[step] / losses[step] - 1) for step in found]
-    text = f"its first loss is that of the uninterrupted run within {FIRST_TOLERANCE:g} (off by {off[0]:.1e})"
-    report.claim(text, off[0] <= FIRST_TOLERANCE)
-    report.claim(f"all of them are within {TOLERANCE:g} (off by {max(off):.1e} at most)", max(off) <= TOLERANCE)
-    report.say("       (float32 sums over another number of ranks round differently, and training amplifies that)")
+    off = max(abs(found[step] / losses[step] - 1) for step in found)
+    text = (
+        f"all its losses are those of the run that was never stopped, within {TOLERANCE:g} (off by {off:.1e} at most)"
+    )
+    report.claim(text, off <= TOLERANCE)
+    report.say(
+        "       (another number of ranks adds the same float32 numbers in another order, and rounds differently)"
+    )
