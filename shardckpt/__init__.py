@@ -11,13 +11,17 @@ if TYPE_CHECKING:
     from shardckpt.coordinate import Deadlines
     from shardckpt.errors import CheckpointError
     from shardckpt.loading import LoadReport, load
-    from shardckpt.saving import SaveReport, save
+    from shardckpt.save_async import AsyncSaver, PendingSave
+    from shardckpt.save_phases import SaveReport
+    from shardckpt.saving import save
 
 __all__ = [
+    "AsyncSaver",
     "Checkpoint",
     "CheckpointError",
     "Deadlines",
     "LoadReport",
+    "PendingSave",
     "SaveReport",
     "StoredTensor",
     "load",
@@ -33,7 +37,9 @@ _HOME = {
     "Deadlines": ("coordinate", "Deadlines"),
     "LoadReport": ("loading", "LoadReport"),
     "load": ("loading", "load"),
-    "SaveReport": ("saving", "SaveReport"),
+    "AsyncSaver": ("save_async", "AsyncSaver"),
+    "PendingSave": ("save_async", "PendingSave"),
+    "SaveReport": ("save_phases", "SaveReport"),
     "save": ("saving", "save"),
 }
 

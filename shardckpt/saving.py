@@ -1,58 +1,20 @@
-"""Save a state from all ranks: collect, agree, write, commit."""
+"""Save a state from all ranks, and wait until it is committed."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from shardckpt.catalogue import Catalogue, CatalogueBuilder, File
-from shardckpt.checksum import crc32c
-from shardckpt.committed import Destination, Draft, commit, draft_of_state, prepare, with_chunk_crcs
-from shardckpt.container import FileSet
-from shardckpt.coordinate import Coordinator, Deadlines, coordinator
-from shardckpt.dtensors import MeshCut
-from shardckpt.endpoints import Source
-from shardckpt.errors import MismatchError
-from shardckpt.layout import Bucket, Layout, Mesh, RankChunks, regions
-from shardckpt.manifest import Json
-from shardckpt.merge import HeldState, held, merge
-from shardckpt.plan import prove_coverage
-from shardckpt.shard_file import chunk_rows, chunks_of, lay_out_shard, place_shards
-from shardckpt.state import LocalState, LocalTensor, collect
-from shardckpt.storage import Store, open_store
+from shardckpt.coordinate import Deadlines, coordinator
+from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
+from shardckpt.state import collect
+from shardckpt.storage import open_store
 from shardckpt.tensors import source_of
-from shardckpt.transfer import DEFAULT_BUDGET_BYTES, TransferOptions
-from shardckpt.write_files import write_files
+from shardckpt.transfer import DEFAULT_BUDGET_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_CRC_STEP_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
-
-    Attributes:
-        path: Where the checkpoint is.
-        nbytes: Bytes of all shard files.
-        seconds: From the call to the commit.
-        leftovers: Files of an unfinished save that were found there and removed.
-    """
-
-    path: str
-    nbytes: int
-    seconds: float
-    leftovers: tuple[str, ...]
 
 
 def save(
@@ -91,239 +53,12 @@ def save(
         >>> shardckpt.save(f"{folder}/step-1", {"model": model, "epoch": 4}, step=1).nbytes > 0
         True
     """
-    started = time.monotonic()
     store = open_store(path, storage_options)
-    with coordinator(process_group, deadlines) as together:
-        saving = _Saving(together, store, step, overwrite)
-        answer = together.exchange("collect the state", lambda: saving.collect(state), saving.agree)
-        if not answer:
-            answer = together.exchange("merge the states", saving.describe, saving.merge)
-        token = saving.take_agreement(answer)
-        report = together.exchange("write the shard files", lambda: saving.write(token, budget_bytes), saving.commit)
-    nbytes, leftovers = msgspec.msgpack.decode(report, type=tuple[int, tuple[str, ...]])
-    return SaveReport(store.url, nbytes, time.monotonic() - started, leftovers)
+    together = coordinator(process_group, deadlines)
+    return SavePhases(together, store, SaveRequest(step, overwrite, budget_bytes)).run(lambda: _live(state))
 
 
-class _Collected(msgspec.Struct):
-    """What a rank says of its state: a digest of it, and the checksum of each tensor that other ranks hold too."""
-
-    digest: bytes  # empty if there is no rule for the state as a whole
-    shared: bytes  # uint32 a shared tensor, in the order of the state
-
-
-class _Agreement(msgspec.Struct):
-    """Rank 0's answer: the token of the destination, and, where ranks differ, the whole and who writes what."""
-
-    token: str
-    state: bytes = b""  # of the merged draft: `ShardNaming.state`
-    chunks: tuple[bytes, ...] = ()  # int64 columns of `RankChunks`
-    width: int = 0
-
-
-class _ShardReport(msgspec.Struct):
-    """What a rank says of the file it wrote."""
-
-    header_nbytes: int
-    header_crc: int
-    chunk_crcs: bytes  # uint32 a chunk, in the order of the file
-    nbytes: int
-
-
-class _Saving:
-    """One save, as one rank sees it; the methods are its phases. `agree`, `merge` and `commit` run on rank 0 alone."""
-
-    def __init__(self, together: Coordinator, store: Store, step: int | None, overwrite: bool) -> None:
-        self._together = together
-        self._store = store
-        self._step = step
-        self._overwrite = overwrite
-        self._local: LocalState
-        self._draft: Draft
-        self._chunks: RankChunks
-        self._destination: Destination
-
-    def collect(self, state: Mapping[str, object]) -> bytes:
-        """Collect the state; give its digest and the checksums of what other ranks hold too."""
-        self._local = collect(state)
-        world_size = self._together.world_size
-        tensors = tuple(one.tensor for one in self._local.tensors)
-        layout = layout_of(self._local, world_size)
-        self._draft = Draft(self._step, world_size, self._local.sections, tensors, layout, self._local.objects)
-        if layout is None:
-            return msgspec.msgpack.encode(_Collected(b"", b""))
-        digest = hashlib.sha256(self._draft.naming("").state).digest()
-        shared = shared_tensors(self._local, world_size) if world_size > 1 else []
-        crcs = [_crc_of(self._local.tensors[position]) for position, _ in shared]
-        return msgspec.msgpack.encode(_Collected(digest, np.array(crcs, np.uint32).tobytes()))
-
-    def agree(self, payloads: Sequence[bytes]) -> bytes:
-        """Check that all ranks hold the same, and make the destination ready; nothing, if they do not."""
-        collected = [msgspec.msgpack.decode(payload, type=_Collected) for payload in payloads]
-        if not collected[0].digest or any(one.digest != collected[0].digest for one in collected):
-            return b""
-        if len(collected) > 1:
-            self._check_shared(np.stack([np.frombuffer(one.shared, np.uint32) for one in collected]))
-        self._destination = prepare(self._store, overwrite=self._overwrite)
-        return msgspec.msgpack.encode(_Agreement(self._destination.token))
-
-    def describe(self) -> bytes:
-        """Give all that this rank holds, but the tensors' bytes."""
-        tensors = [held(one.tensor, one.shard.region, _crc_of(one)) for one in self._local.tensors]
-        objects = self._local.objects
-        assert isinstance(objects, dict)
-        raw = {section: msgspec.json.encode(value) for section, value in objects.items()}
-        return msgspec.msgpack.encode(HeldState(tensors, self._local.sections, raw))
-
-    def merge(self, payloads: Sequence[bytes]) -> bytes:
-        """Put together what all ranks hold, and make the destination ready."""
-        merged = merge([msgspec.msgpack.decode(payload, type=HeldState) for payload in payloads])
-        objects: dict[str, Json] = dict(merged.objects)
-        draft = Draft(self._step, self._together.world_size, merged.sections, merged.tensors, None, objects)
-        naming = draft.naming("")
-        prove_coverage(place_shards(merged.tensors, merged.chunks, naming, [0] * draft.world_size))
-        self._destination = prepare(self._store, overwrite=self._overwrite)
-        c = merged.chunks
-        columns = (c.rank, c.tensor, c.start, c.stop, c.box, c.offset, c.shape)
-        chunks = tuple(column.tobytes() for column in columns)
-        return msgspec.msgpack.encode(_Agreement(self._destination.token, naming.state, chunks, c.offset.shape[1]))
-
-    def take_agreement(self, answer: bytes) -> str:
-        """Take rank 0's answer, and give the token of the destination."""
-        agreement = msgspec.msgpack.decode(answer, type=_Agreement)
-        if agreement.state:
-            self._draft = draft_of_state(agreement.state, self._step, self._together.world_size)
-            columns = [np.frombuffer(column, np.int64) for column in agreement.chunks]
-            offset, shape = (
-                column.reshape(-1, agreement.width) if len(column) else _no_boxes() for column in columns[5:]
-            )
-            self._chunks = RankChunks(columns[0], columns[1], columns[2], columns[3], columns[4], offset, shape)
-        else:
-            assert self._draft.layout is not None
-            self._chunks = regions(self._draft.layout, self._draft.tensors, self._draft.world_size)
-        return agreement.token
-
-    def write(self, token: str, budget_bytes: int) -> bytes:
-        """Write this rank's file."""
-        rank, draft = self._together.rank, self._draft
-        naming = draft.naming(token)
-        own = self._chunks.of_rank(rank)
-        chunks = chunks_of(draft.tensors, own)
-        header, begins, nbytes = lay_out_shard(draft.tensors, chunks, rank, naming)
-        target = CatalogueBuilder()
-        target.add_file(File(naming.path(rank), nbytes, len(header)))
-        index = {tensor: target.add_tensor(draft.tensors[tensor]) for tensor in dict.fromkeys(t for t, _ in chunks)}
-        for (tensor, region), begin in zip(chunks, begins, strict=True):
-            target.add_chunk(index[tensor], region, file=0, byte_offset=begin)
-        source, sources = in_memory(self._local.tensors)
-        options = TransferOptions(budget_bytes=budget_bytes)
-        written = write_files(source, sources, FileSet(target.build(), (header,)), self._store, options=options)
-        crcs = np.empty(len(chunks), np.uint32)
-        crcs[chunk_rows(own)] = written.catalogue.chunk_crc
-        return msgspec.msgpack.encode(_ShardReport(len(header), crc32c(header), crcs.tobytes(), nbytes))
-
-    def commit(self, payloads: Sequence[bytes]) -> bytes:
-        """Commit what all ranks wrote."""
-        reports = [msgspec.msgpack.decode(payload, type=_ShardReport) for payload in payloads]
-        naming = self._draft.naming(self._destination.token)
-        headers = [report.header_nbytes for report in reports]
-        placed = place_shards(self._draft.tensors, self._chunks, naming, headers)
-        crcs = np.concatenate([np.frombuffer(report.chunk_crcs, np.uint32) for report in reports]).astype(np.int64)
-        written = with_chunk_crcs(placed, crcs[chunk_rows(self._chunks)])
-        prove_coverage(written)
-        commit(self._destination, self._draft, written, [report.header_crc for report in reports])
-        return msgspec.msgpack.encode((sum(report.nbytes for report in reports), self._destination.leftovers))
-
-    def _check_shared(self, crcs: NDArray[np.uint32]) -> None:
-        """Refuse if what should be the same on several ranks is not. `crcs` is [ranks, shared tensors]."""
-        for column, (position, holders) in enumerate(shared_tensors(self._local, self._together.world_size)):
-            first = np.unique(holders, return_index=True)[1]  # the first rank of each group that holds the same
-            wrong = np.flatnonzero(crcs[:, column] != crcs[first[holders], column])
-            if len(wrong):
-                rank, like = int(wrong[0]), int(first[holders[wrong[0]]])
-                raise MismatchError(
-                    f"{self._local.tensors[position].tensor.name!r} should be the same on ranks {like} and {rank}, "
-                    "but its bytes "
-                    f"differ (checksums {int(crcs[like, column]):08x} and {int(crcs[rank, column]):08x}). "
-                    "Bring the ranks together before saving, give it another name on each, or leave it out."
-                )
-
-
-def in_memory(tensors: Sequence[LocalTensor]) -> tuple[Catalogue, list[Source]]:
-    """Give the catalogue of what this rank holds in memory, a file a tensor, and the sources over it."""
-    builder = CatalogueBuilder()
-    sources: list[Source] = []
-    for local in tensors:
-        index = builder.add_tensor(local.tensor)
-        nbytes = local.shard.region.numel * local.tensor.item_bytes
-        file = builder.add_file(File(f"memory of {local.tensor.name}", nbytes, 0))
-        builder.add_chunk(index, local.shard.region, file=file, byte_offset=0)
-        sources.append(source_of(local.shard.local, fqn=local.tensor.name))
-    return builder.build(), sources
-
-
-def layout_of(local: LocalState, world_size: int) -> Layout | None:
-    """Give the rule by which a state is cut, or None if some tensor follows none: it lies on a mesh of other ranks."""
-    index = {one.tensor.name: i for i, one in enumerate(local.tensors)}
-    buckets = [
-        Bucket(
-            bucket.align,
-            list(bucket.numel),
-            list(bucket.granularity),
-            [[-1 if name is None else index[name] for name in column] for column in bucket.columns],
-            0 if bucket.num_shards == world_size else bucket.num_shards,
-        )
-        for bucket in local.buckets
-    ]
-    placed = {name for bucket in local.buckets for column in bucket.columns for name in column}
-    replicated = [i for i, one in enumerate(local.tensors) if one.shard.is_replicated]
-    meshes: dict[MeshCut, list[int]] = {}
-    for i, one in enumerate(local.tensors):
-        if one.shard.mesh is not None:
-            if one.shard.mesh.ranks != tuple(range(world_size)):
-                return None
-            meshes.setdefault(one.shard.mesh, []).append(i)
-        elif not one.shard.is_replicated and one.tensor.name not in placed:
-            return None
-    rules = [Mesh(list(mesh.axes), list(mesh.cuts), tensors) for mesh, tensors in meshes.items()]
-    return Layout(buckets, replicated, rules)
-
-
-def shared_tensors(local: LocalState, world_size: int) -> list[tuple[int, NDArray[np.int64]]]:
-    """Give the tensors that several ranks hold alike: place in the state, and a number by rank, equal where they do."""
-    ranks = np.arange(world_size)
-    hybrid = {
-        name: bucket.num_shards
-        for bucket in local.buckets
-        if bucket.num_shards < world_size
-        for column in bucket.columns
-        for name in column
-    }
-    found = []
-    for position, one in enumerate(local.tensors):
-        mesh = one.shard.mesh
-        if one.shard.is_replicated:
-            found.append((position, ranks * 0))
-        elif one.tensor.name in hybrid:
-            found.append((position, ranks % hybrid[one.tensor.name]))
-        elif mesh is not None and mesh.has_replicas:
-            axes = [axis for axis, _ in mesh.cuts]
-            coordinates = np.unravel_index(ranks, mesh.axes)
-            sizes = [mesh.axes[axis] for axis in axes]
-            held_by = np.ravel_multi_index([coordinates[axis] for axis in axes], sizes) if axes else ranks * 0
-            found.append((position, np.asarray(held_by, np.int64)))
-    return found
-
-
-def _no_boxes() -> NDArray[np.int64]:
-    return np.empty((0, 0), np.int64)
-
-
-def _crc_of(local: LocalTensor) -> int:
-    """Give the checksum of what this rank holds of a tensor."""
-    source = source_of(local.shard.local, fqn=local.tensor.name)
-    nbytes = local.shard.region.numel * local.tensor.item_bytes
-    buffer = np.empty(min(nbytes, _CRC_STEP_BYTES), np.uint8)
-    crc = 0
-    for at in range(0, nbytes, _CRC_STEP_BYTES):
-        crc = crc32c(source.fetch(at, buffer[: min(_CRC_STEP_BYTES, nbytes - at)]), crc)
-    return crc
+def _live(state: Mapping[str, object]) -> Held:
+    """Give what this rank holds, where it lies."""
+    local = collect(state)
+    return Held(local, [source_of(one.shard.local, fqn=one.tensor.name) for one in local.tensors])

@@ -44,6 +44,11 @@ class LocalTensor:
     shard: Shard
     path: Path
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return self.shard.region.numel * self.tensor.item_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class NamedBucket:

@@ -77,8 +77,7 @@ def torch_dtype(name: str, *, fqn: str) -> torch.dtype:
 
 def source_of(tensor: torch.Tensor, *, fqn: str) -> Source:
     """Give a source over a tensor's elements, row-major; CPU memory is read where it lies, if it is dense."""
-    _refuse_opaque(tensor, fqn)
-    flat = _flat_bytes(tensor.detach().contiguous())
+    flat = flat_bytes(tensor, fqn=fqn)
     return MemorySource(flat.numpy()) if flat.device.type == "cpu" else DeviceSource(flat)
 
 
@@ -117,10 +116,20 @@ class DeviceSource(Source):
         return out
 
 
+def flat_bytes(tensor: torch.Tensor, *, fqn: str) -> torch.Tensor:
+    """Give a tensor's elements as bytes, row-major: a view if it is dense, else a copy. # [nbytes] uint8
+
+    Raises:
+        UnsupportedError: If its elements do not lie in memory as its shape says.
+    """
+    _refuse_opaque(tensor, fqn)
+    return _flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as bytes. # [nbytes] uint8"""
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = torch.view_as_real(tensor)
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
