@@ -63,15 +63,14 @@ def read_header(reader: Reader) -> Header:
         FormatError: If it is no safetensors file, or truncated, or its header and size do not agree.
     """
     if reader.nbytes < 8:
-        raise FormatError(f"{reader.path!r} has {reader.nbytes} bytes, too few for a safetensors file; {_sniff(b'')}")
+        raise FormatError(f"{reader.path!r} has {reader.nbytes} bytes, too few for a safetensors file. {_AGAIN}")
     start = reader.read(0, min(64, reader.nbytes))
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_NBYTES or start[8:9] not in (b"{", b""):
-        raise FormatError(f"{reader.path!r} is no safetensors file; {_sniff(start)}")
+        raise FormatError(f"{reader.path!r} is no safetensors file; {_sniff(start)}. {_AGAIN}")
     if 8 + length > reader.nbytes:
         raise FormatError(
-            f"{reader.path!r} is truncated: its header has {length} bytes, the file {reader.nbytes}. Restore it from "
-            "a copy."
+            f"{reader.path!r} is truncated: its header has {length} bytes, the file {reader.nbytes}. {_AGAIN}"
         )
     entries, metadata = _parse(reader.read(8, length), reader.path, 8 + length)
     _check_extents(entries, reader, 8 + length)
@@ -122,17 +121,17 @@ def parse_json(text: bytes, path: str) -> object:
     except (ValueError, RecursionError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(f"{path!r} is damaged: its JSON cannot be read ({error}). Restore it from a copy.") from None
+        raise FormatError(f"{path!r} is damaged: its JSON cannot be read ({error}). {_AGAIN}") from None
     return parsed
 
 
 def _parse(text: bytes, path: str, data_begin: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
     fields = parse_json(text, path)
     if not isinstance(fields, dict):
-        raise FormatError(f"the header of {path!r} is no JSON object; it is no safetensors file")
+        raise FormatError(f"the header of {path!r} is no JSON object; it is no safetensors file. {_AGAIN}")
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"the metadata of {path!r} is not text by text; it is no safetensors file")
+        raise FormatError(f"the metadata of {path!r} is not text by text; it is no safetensors file. {_AGAIN}")
     return tuple(_entry(key, value, path, data_begin) for key, value in fields.items()), metadata
 
 
@@ -149,11 +148,12 @@ def _entry(key: str, value: object, path: str, data_begin: int) -> Entry:
             if end - begin != nbytes:
                 raise FormatError(
                     f"{key!r} in {path!r} has {end - begin} bytes where dtype {dtype} and shape {tuple(shape)} need "
-                    f"{nbytes}; "
-                    "the file is damaged"
+                    f"{nbytes}; the file is damaged. {_AGAIN}"
                 )
             return Entry(key, dtype, tuple(shape), data_begin + begin, nbytes)
-    raise FormatError(f"the header entry {key!r} of {path!r} is malformed; the file is damaged or no safetensors file")
+    raise FormatError(
+        f"the header entry {key!r} of {path!r} is malformed; the file is damaged or no safetensors file. {_AGAIN}"
+    )
 
 
 def _check_extents(entries: tuple[Entry, ...], reader: Reader, data_begin: int) -> None:
@@ -163,16 +163,15 @@ def _check_extents(entries: tuple[Entry, ...], reader: Reader, data_begin: int) 
         if entry.begin != position:
             raise FormatError(
                 f"{entry.key!r} in {reader.path!r} begins at byte {entry.begin}, expected {position}: tensors overlap "
-                "or leave a gap; "
-                "the file is damaged"
+                f"or leave a gap; the file is damaged. {_AGAIN}"
             )
         position += entry.nbytes
     if position != reader.nbytes:
         state = "truncated" if reader.nbytes < position else "longer than its header says"
-        raise FormatError(
-            f"{reader.path!r} is {state}: expected {position} bytes, found {reader.nbytes}. Restore it from a copy."
-        )
+        raise FormatError(f"{reader.path!r} is {state}: expected {position} bytes, found {reader.nbytes}. {_AGAIN}")
 
+
+_AGAIN = "Restore it from a copy, or fetch it again."
 
 _SIGNATURES = (
     (b"PK\x03\x04", "it looks like a zip archive (perhaps a torch.save file)"),

@@ -56,11 +56,13 @@ def find_origin(url: str, open_at: Callable[[str], Store]) -> Origin:
     folder, name = split_url(url)
     if open_at(folder).exists(name):
         return Origin("safetensors", open_at(folder), read_files(open_at(folder), [name])[0])
-    try:
-        if not any(_SHARD.fullmatch(path) for path in store.list()):
+    found_paths = [path for path in store.list() if "/" not in path]
+    if found_paths and not any(_SHARD.fullmatch(path) for path in found_paths):
+        try:
             weights = read_folder(store)
             return Origin("safetensors", store, weights.catalogue, unused=weights.unused)
-    except CheckpointNotFoundError:
-        pass  # what follows says more
-    read_committed(store)
+        except CheckpointNotFoundError:
+            if any(".safetensors" in path for path in found_paths):
+                raise
+    read_committed(store)  # raises, and says what is there
     raise CheckpointNotFoundError(f"the checkpoint at {url!r} appeared just now; try again")

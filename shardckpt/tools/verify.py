@@ -267,7 +267,7 @@ def _size(store: Store, path: str, listed: dict[str, int]) -> int | None:
     try:
         with closing(store.open_reader(path)) as reader:  # a list may lag behind
             return reader.nbytes
-    except CheckpointNotFoundError:
+    except (CheckpointNotFoundError, FormatError):  # or something that is no file
         return None
 
 
