@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardckpt.coordinate import Deadlines
     from shardckpt.errors import CheckpointError
     from shardckpt.loading import LoadReport, load
+    from shardckpt.manager import Manager, Restored
     from shardckpt.save_async import AsyncSaver, PendingSave
     from shardckpt.save_phases import SaveReport
     from shardckpt.saving import save
@@ -21,7 +22,9 @@ __all__ = [
     "CheckpointError",
     "Deadlines",
     "LoadReport",
+    "Manager",
     "PendingSave",
+    "Restored",
     "SaveReport",
     "StoredTensor",
     "load",
@@ -38,6 +41,8 @@ _HOME = {
     "LoadReport": ("loading", "LoadReport"),
     "load": ("loading", "load"),
     "AsyncSaver": ("save_async", "AsyncSaver"),
+    "Manager": ("manager", "Manager"),
+    "Restored": ("manager", "Restored"),
     "PendingSave": ("save_async", "PendingSave"),
     "SaveReport": ("save_phases", "SaveReport"),
     "save": ("saving", "save"),

@@ -62,6 +62,11 @@ class LocalStore(Store):
     def delete(self, path: str) -> None:
         with _storage_errors("delete", self.root / path), contextlib.suppress(FileNotFoundError):
             (self.root / path).unlink()
+        with contextlib.suppress(OSError):  # a folder that is not empty stays, and so do those above it
+            for folder in (self.root / path).parents:
+                if folder == self.root:
+                    break
+                folder.rmdir()
 
     def exists(self, path: str) -> bool:
         with _storage_errors("find", self.root / path):
