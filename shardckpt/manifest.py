@@ -189,6 +189,8 @@ def _check_manifest(manifest: Manifest, path: str) -> None:
         refuse("names a file twice")
     if manifest.world_size < 1 or manifest.num_chunks < 0:
         refuse(f"has world size {manifest.world_size} and {manifest.num_chunks} chunks")
+    if manifest.world_size != len(manifest.files):
+        refuse(f"has {len(manifest.files)} files for a world size of {manifest.world_size}")
     if manifest.layout is not None:
         manifest.layout.check(len(manifest.tensors), path)
 
