@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
-from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutError
+from botocore.exceptions import ClientError, IncompleteReadError
 
 from shardckpt.checksum import crc32c
 from shardckpt.errors import CheckpointNotFoundError, StorageError
@@ -26,8 +26,11 @@ T = TypeVar("T")
 _MARK = "shardckpt-write"
 """Metadata key of a random value, by which a writer knows its own object from an older one or another's."""
 
-_READ_BYTES = 256 << 10
-"""Taken from the socket at a time; the deadline is looked at in between."""
+_READ_BYTES = 64 << 10
+"""Taken from the socket at a time; the clock is looked at in between."""
+
+_NUM_SLOW_READS = 3
+"""A read may take this part of the deadline: a new connection may be quicker than one that drips."""
 
 _ABORT_DEADLINE_S = 10.0
 
@@ -88,7 +91,7 @@ class S3Object:
     def read_into(self, byte_offset: int, out: Bytes, etag: str) -> None:
         """Fill all of `out` from the object that was `etag` when it was opened."""
         wanted = f"bytes {byte_offset}-{byte_offset + len(out) - 1}/"
-        until = time.monotonic() + self._connection.deadline_s
+        limit_s = self._connection.deadline_s / _NUM_SLOW_READS
 
         def request(client: Client) -> None:
             try:
@@ -102,7 +105,7 @@ class S3Object:
                     raise self._failed(
                         f"was asked for {wanted[:-1]!r} and answered {found!r}; this server serves no ranges"
                     )
-                _fill(out.data, body, until)
+                _fill(out.data, body, limit_s)
 
         self._run("read", request)
 
@@ -133,12 +136,18 @@ class S3Object:
 
     def start_upload(self, mark: str) -> str:
         """Begin an upload and give its id."""
+        num_attempts = 0
 
         def request(client: Client) -> str:
+            nonlocal num_attempts
+            num_attempts += 1
             checksum = {"ChecksumAlgorithm": "CRC32C"} if sends_checksums(client) else {}
             return str(client.create_multipart_upload(**self._at, Metadata={_MARK: mark}, **checksum)["UploadId"])
 
-        return self._run("create", request)
+        upload = self._run("create", request)
+        if num_attempts > 1:  # the server may have begun others, whose answers were lost
+            self._abort_others(upload)
+        return upload
 
     def upload_part(self, upload: str, number: int, body: bytearray) -> UploadedPart:
         """Send one part."""
@@ -179,6 +188,15 @@ class S3Object:
 
         self._connection.run("abort the upload of", self.path, request, deadline_s=_ABORT_DEADLINE_S)
 
+    def _abort_others(self, upload: str) -> None:
+        """Drop all uploads of this very object but one: a file has one writer."""
+        asked = {"Bucket": self._at["Bucket"], "Prefix": self._at["Key"]}
+        with contextlib.suppress(StorageError):  # who may not list uploads can still write
+            found = self._run("list the uploads of", lambda client: client.list_multipart_uploads(**asked))
+            for item in found.get("Uploads", []):
+                if item["Key"] == self._at["Key"] and item["UploadId"] != upload:
+                    self.abort_upload(item["UploadId"])
+
     # How
 
     def _run(self, action: str, request: Callable[[Client], T]) -> T:
@@ -201,12 +219,12 @@ class S3Object:
         return error
 
 
-def _fill(out: memoryview, body: Stream, until: float) -> None:
+def _fill(out: memoryview, body: Stream, limit_s: float) -> None:
     """Fill `out` from a body that has as much."""
-    done = 0
+    done, started = 0, time.monotonic()
     while done < len(out):
-        if time.monotonic() > until:
-            raise ReadTimeoutError(endpoint_url="the server", error=f"{done} of {len(out)} bytes in time")
+        if time.monotonic() - started > limit_s:
+            raise TimeoutError(f"only {done} of {len(out)} bytes came within {limit_s:.0f} s")
         count = body.readinto(out[done : done + _READ_BYTES])
         if not count:
             raise IncompleteReadError(actual_bytes=done, expected_bytes=len(out))

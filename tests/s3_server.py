@@ -99,7 +99,11 @@ def running_server(folder: Path) -> Iterator[S3Server]:
     with (folder / "log").open("wb") as log:
         environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}  # fewer files to make at the start
         process = subprocess.Popen(
-            _command(folder, ports), stdout=log, stderr=log, env=environment, preexec_fn=_die_with_parent
+            _command(folder, ports),
+            stdout=log,
+            stderr=log,
+            env=environment,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  # it takes no lock that a thread could hold
         )
     try:
         server = S3Server(ports["s3.port"])
