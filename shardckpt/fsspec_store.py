@@ -20,6 +20,7 @@ from shardckpt.store import (
     Store,
     Writer,
     gave_up,
+    is_temporary_of,
     missing,
     not_whole,
     taken,
@@ -78,6 +79,14 @@ class FsspecStore(Store):
         self._fs.invalidate_cache()
         return self._run("find", path, lambda: bool(self._fs.isfile(self._full(path))))
 
+    def discard_temporaries(self, path: str) -> tuple[str, ...]:
+        folder, _, name = self._full(path).rpartition("/")
+        found = self._run("list", path, lambda: self._names_in(folder))
+        left = tuple(other for other in found if is_temporary_of(name, other))
+        for other in left:
+            self.delete(f"{path.rpartition('/')[0]}/{other}".lstrip("/"))
+        return left
+
     def _run(self, action: str, path: str, attempt: Callable[[], T]) -> T:
         return _run(self._retry, action, f"{self.url}/{path}".rstrip("/"), attempt)
 
@@ -87,6 +96,13 @@ class FsspecStore(Store):
             return {path: int(info["size"]) for path, info in self._fs.find(self._root, detail=True).items()}
         except FileNotFoundError:
             return {}
+
+    def _names_in(self, folder: str) -> tuple[str, ...]:
+        self._fs.invalidate_cache()
+        try:
+            return tuple(str(found).rstrip("/").rpartition("/")[2] for found in self._fs.ls(folder, detail=False))
+        except FileNotFoundError:
+            return ()
 
     def _full(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"

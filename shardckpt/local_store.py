@@ -14,6 +14,7 @@ from shardckpt.store import (
     Reader,
     Store,
     Writer,
+    is_temporary_of,
     missing,
     not_whole,
     taken,
@@ -71,6 +72,15 @@ class LocalStore(Store):
     def exists(self, path: str) -> bool:
         with _storage_errors("find", self.root / path):
             return (self.root / path).is_file()
+
+    def discard_temporaries(self, path: str) -> tuple[str, ...]:
+        folder, name = (self.root / path).parent, (self.root / path).name
+        with _storage_errors("list", folder):
+            found = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
+        left = tuple(other for other in found if is_temporary_of(name, other))
+        for other in left:
+            self.delete(str(folder.relative_to(self.root) / other))
+        return left
 
     def free_bytes(self) -> int | None:
         existing = next(folder for folder in (self.root.absolute(), *self.root.absolute().parents) if folder.is_dir())

@@ -121,6 +121,10 @@ class Store(ABC):
         """
         return ()
 
+    def discard_temporaries(self, path: str) -> tuple[str, ...]:
+        """Remove what interrupted writes of one file have left, without a list of all others; give what it was."""
+        return self.discard_unfinished(lambda found: found == path)
+
     def part_bytes(self, nbytes: int) -> int:
         """Give the bytes of a file of `nbytes` that its writer keeps in memory for each thread that writes."""
         return 0
@@ -143,7 +147,19 @@ class Store(ABC):
 
 def temporary_name(name: str) -> str:
     """Give a new name beside `name`; no longer than file systems allow."""
-    return f".{name.encode()[:100].decode(errors='ignore')}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+    return f".{_clipped(name)}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+
+
+def is_temporary_of(name: str, candidate: str) -> bool:
+    """Tell whether `candidate` may be a name that `temporary_name(name)` gave."""
+    front, back = f".{_clipped(name)}.", TEMPORARY_SUFFIX
+    token = candidate[len(front) : -len(back)]
+    is_token = len(token) == 16 and set(token) <= set("0123456789abcdef")
+    return candidate.startswith(front) and candidate.endswith(back) and is_token
+
+
+def _clipped(name: str) -> str:
+    return name.encode()[:100].decode(errors="ignore")
 
 
 def view_of(data: Bytes | bytes) -> memoryview:

@@ -46,6 +46,8 @@ def command(
 
     The tensors are named as in the module that was saved; "once" notes further names of tied ones in the metadata.
     """
+    if not destination.endswith(".safetensors"):
+        raise click.UsageError(f"OUT is to be a file whose name ends in .safetensors, not {destination!r}.")
     folder, name = split_url(destination)
     target = open_at(folder)
     started = time.monotonic()
@@ -57,5 +59,6 @@ def command(
         plan_result(output, facts, job.files, target, writing)
         return
     with output.progress("consolidate", job.files.nbytes) as on_progress:
-        consolidate(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
-    write_result(output, facts, job.files, started)
+        how = writing.transfer_options(on_progress)
+        leftovers = consolidate(job, target, overwrite=writing.is_overwriting, options=how)
+    write_result(output, facts, job.files, started, leftovers)

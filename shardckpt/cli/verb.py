@@ -1,9 +1,13 @@
 """What all commands have in common: the options for output, and how errors become exit codes.
 
-0 done, 1 failed, 2 wrong usage, 3 it ran and the answer is no, 130 interrupted.
+0 done, 1 failed, 2 wrong usage, 3 it ran and the answer is no, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
 
 import click
 
@@ -12,6 +16,7 @@ from shardckpt.errors import CheckpointError
 
 ANSWER_IS_NO = 3
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 class Verb(click.Command):
@@ -33,7 +38,8 @@ class Verb(click.Command):
         ctx.params.pop("verbose", None)
         ctx.obj = Output(is_json=bool(ctx.params.pop("as_json")), verbosity=verbosity)
         try:
-            return super().invoke(ctx)
+            with _terminable():
+                return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click ends quietly
         except (CheckpointError, OSError, MemoryError, RecursionError) as error:
@@ -43,7 +49,7 @@ class Verb(click.Command):
         except KeyboardInterrupt as error:
             if is_debug:
                 raise
-            raise Interruption("interrupted; run the same command again to start over") from error
+            raise Interruption(isinstance(error, Terminated)) from error
 
 
 class Failure(click.ClickException):
@@ -54,9 +60,33 @@ class Failure(click.ClickException):
 
 
 class Interruption(Failure):
-    """The user stopped it."""
+    """The user stopped it, or the system did."""
 
-    exit_code = INTERRUPTED
+    def __init__(self, is_terminated: bool) -> None:
+        what, self.exit_code = ("terminated", TERMINATED) if is_terminated else ("interrupted", INTERRUPTED)
+        super().__init__(f"{what}; run the same command again to start over")
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal asked this process to end; what was begun is taken away first."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise `Terminated` where the signal would just end the process."""
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: signals go elsewhere
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _common_options() -> list[click.Parameter]:

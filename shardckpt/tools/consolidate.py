@@ -65,7 +65,7 @@ def plan_consolidate(source: Store, name: str, *, choice: Choice, tied: Tied = T
     return ConsolidateJob(found.catalogue, source, lay_out_files([(name, selection.tensors)]), selection.renamed)
 
 
-def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options: TransferOptions) -> None:
+def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options: TransferOptions) -> tuple[str, ...]:
     """Write the file; it appears whole or not at all.
 
     Args:
@@ -74,15 +74,20 @@ def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options:
         overwrite: Replace a file of that name.
         options: How.
 
+    Returns:
+        What an unfinished run had left, and was removed.
+
     Raises:
         CheckpointExistsError: If there is one, and it is not to be replaced.
         CheckpointError: As `write_files`.
     """
     path = job.files.catalogue.files[0].path
     refuse_taken(target, [path], overwrite=overwrite)
+    leftovers = target.discard_temporaries(path)
     with closing(ReaderPool(job.store)) as pool:
         sources = pool.sources([file.path for file in job.source.files])
         write_files(job.source, sources, job.files, target, options=options, renamed=job.renamed)
+    return leftovers
 
 
 def refuse_taken(target: Store, paths: list[str], *, overwrite: bool) -> None:

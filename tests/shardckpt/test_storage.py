@@ -17,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shardckpt.errors import CheckpointNotFoundError, FormatError, NoSpaceError, StorageError
 from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.storage import Store, open_store, split_url
+from shardckpt.store import temporary_name
 
 CONTENT = bytes(range(256)) * 40
 
@@ -39,6 +40,22 @@ class StorageContract(ABC):
                 out = np.full(high - low, 0xEE, np.uint8)
                 reader.read_into(low, out)
                 assert out.tobytes() == CONTENT[low:high]
+
+    def test_what_a_killed_writer_left_of_one_file_is_found_and_removed(self, store: Store) -> None:
+        """Only the remains of that file go: not those of others, nor files that look similar."""
+        for name in ("a.bin", "b.bin", ".a.bin.tmp", ".a.bin.0123456789abcdeg.tmp", ".b.bin.0123456789abcdef.tmp"):
+            store.put(name, CONTENT)
+            store.put(f"deeper/{name}", CONTENT)
+        before = store.list()
+        assert store.discard_temporaries("a.bin") == ()
+        assert store.discard_temporaries("nowhere/a.bin") == ()
+        left = temporary_name("a.bin")
+        if not store.url.startswith("s3://"):  # where an unfinished file is none
+            store.put(left, CONTENT)
+            store.put(f"deeper/{left}", CONTENT)
+            assert store.discard_temporaries("a.bin") == (left,)
+            assert store.discard_temporaries("deeper/a.bin") == (left,)
+        assert store.list() == before
 
     @pytest.mark.parametrize(("begin", "nbytes"), [(len(CONTENT) - 1, 2), (len(CONTENT), 1), (len(CONTENT) + 5, 1)])
     def test_a_read_past_the_end_says_truncated(self, store: Store, begin: int, nbytes: int) -> None:
