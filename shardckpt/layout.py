@@ -86,12 +86,14 @@ class Layout(msgspec.Struct, forbid_unknown_fields=True):
         buckets: Tensors in flat buckets, each cut in equal shards.
         replicated: Indices of the tensors that every rank holds whole; writing them is shared out.
         meshes: Tensors cut along dims over a mesh.
+        per_rank: (tensor, rank) of tensors that one rank alone has.
         cut_bytes: See `CUT_BYTES`.
     """
 
     buckets: list[Bucket]
     replicated: list[int]
     meshes: list[Mesh] = []
+    per_rank: list[tuple[int, int]] = []
     cut_bytes: int = CUT_BYTES
 
     def check(self, num_tensors: int, path: str) -> None:
@@ -99,7 +101,7 @@ class Layout(msgspec.Struct, forbid_unknown_fields=True):
 
         Raises `FormatError`.
         """
-        placed = [*self.replicated, *(t for mesh in self.meshes for t in mesh.tensors)]
+        placed = [*self.replicated, *(t for mesh in self.meshes for t in mesh.tensors), *(t for t, _ in self.per_rank)]
         placed += [t for bucket in self.buckets for column in bucket.columns for t in column if t != -1]
         if sorted(placed) != list(range(num_tensors)):
             wrong = f"does not place each of {num_tensors} tensors once"
@@ -107,6 +109,8 @@ class Layout(msgspec.Struct, forbid_unknown_fields=True):
             wrong = "has a malformed bucket"
         elif not all(mesh.is_sound() for mesh in self.meshes):
             wrong = "has a malformed mesh"
+        elif any(rank < 0 for _, rank in self.per_rank):
+            wrong = "has a tensor of a negative rank"
         elif self.cut_bytes < 1:
             wrong = f"cuts replicas every {self.cut_bytes} bytes"
         else:
@@ -164,6 +168,8 @@ def regions(layout: Layout, tensors: Sequence[Tensor], world_size: int) -> RankC
     """
     parts = [_bucket_spans(bucket, tensors, world_size) for bucket in layout.buckets]
     parts.append(_replica_spans(layout, tensors, world_size))
+    own = [(rank % world_size, tensor, 0, tensors[tensor].numel) for tensor, rank in layout.per_rank]
+    parts.append(np.array([row for row in own if row[3]], np.int64).reshape(-1, 4))
     spans = RankChunks.of_spans(np.concatenate(parts))
     meshed = [_mesh_chunks(mesh, tensors, world_size) for mesh in layout.meshes]
     return _joined([spans, *meshed]).in_file_order(tensors)

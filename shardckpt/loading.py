@@ -16,6 +16,7 @@ from shardckpt.coordinate import Deadlines, coordinator
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import MismatchError, listing
 from shardckpt.manifest import Stored
+from shardckpt.objects import RankOf
 from shardckpt.plan import plan
 from shardckpt.storage import Store, open_store
 from shardckpt.transfer import DEFAULT_BUDGET_BYTES, Parts, TransferOptions, compare, transfer
@@ -86,8 +87,9 @@ def load(
         >>> state["epoch"]
         4
     """
-    loading = _Loading(open_store(path, storage_options), state, strict)
     with coordinator(process_group, deadlines) as together:
+        place = RankOf(together.rank, together.world_size)
+        loading = _Loading(open_store(path, storage_options), state, strict, place)
         answer = together.exchange("match the checkpoint with the state", loading.prepare, loading.check_names)
         matched = msgspec.msgpack.decode(answer, type=_Names)
         answer = together.exchange("read the tensors", lambda: loading.read(budget_bytes), loading.compare_partial)
@@ -101,7 +103,8 @@ class _Loading:
     `check_names` and `compare_partial` run on rank 0 alone.
     """
 
-    def __init__(self, store: Store, state: MutableMapping[str, object], strict: bool) -> None:
+    def __init__(self, store: Store, state: MutableMapping[str, object], strict: bool, place: RankOf) -> None:
+        self._place = place
         self._store = store
         self._state = state
         self._strict = strict
@@ -113,7 +116,7 @@ class _Loading:
     def prepare(self) -> bytes:
         """Open the checkpoint and match it with the state; nothing in the state is changed."""
         self._found = read_committed(self._store)
-        self._wanted = Wanted(self._found, self._state)
+        self._wanted = Wanted(self._found, self._state, self._place)
         wanted = self._wanted
         return msgspec.msgpack.encode(_Names(tuple(wanted.missing), tuple(wanted.unexpected()), wanted.is_empty))
 

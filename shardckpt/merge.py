@@ -16,6 +16,7 @@ from shardckpt.catalogue import Tensor
 from shardckpt.errors import MismatchError, listing
 from shardckpt.layout import RankChunks
 from shardckpt.manifest import Json
+from shardckpt.objects import merge_per_rank
 from shardckpt.region import Box, Region, Span, strides
 
 
@@ -92,7 +93,7 @@ def merge(states: Sequence[HeldState]) -> Merged:
         for section, raw in state.objects.items():
             value: Json = msgspec.json.decode(raw)
             if section in objects:
-                value = _merge_values(objects[section], value, f"state[{section!r}]", (owners[section], rank))
+                value = merge_values(objects[section], value, f"state[{section!r}]", (owners[section], rank))
             else:
                 owners[section] = rank
             objects[section] = value
@@ -157,7 +158,9 @@ def _assign(states: Sequence[HeldState], tensors: Sequence[Tensor], index: Mappi
         start_,
         stop_,
         box_,
-        np.array([(*offset, *(0,) * (width - len(offset))) for offset, _ in boxes], np.int64).reshape(len(boxes), width),
+        np.array([(*offset, *(0,) * (width - len(offset))) for offset, _ in boxes], np.int64).reshape(
+            len(boxes), width
+        ),
         np.array([(*shape, *(1,) * (width - len(shape))) for _, shape in boxes], np.int64).reshape(len(boxes), width),
     )
 
@@ -174,19 +177,21 @@ def _refuse_differing(name: str, found: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def _merge_values(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> Json:
+def merge_values(one: Json, other: Json, path: str, ranks: tuple[int, int]) -> Json:
     """Put two encoded values together: dicts by key, lists of parameter names by union; all else must be equal."""
+    if (per_rank := merge_per_rank(one, other)) is not None:
+        return per_rank
     if isinstance(one, dict) and isinstance(other, dict) and not _is_marked(one) and not _is_marked(other):
         merged = dict(one)
         for key, value in other.items():
-            merged[key] = _merge_values(one[key], value, f"{path}[{key!r}]", ranks) if key in one else value
+            merged[key] = merge_values(one[key], value, f"{path}[{key!r}]", ranks) if key in one else value
         return merged
     if isinstance(one, list) and isinstance(other, list):
         if path.endswith("['params']"):
             return [*one, *(name for name in other if name not in one)]
         if len(one) == len(other):
             pairs = zip(one, other, strict=True)
-            return [_merge_values(a, b, f"{path}[{i}]", ranks) for i, (a, b) in enumerate(pairs)]
+            return [merge_values(a, b, f"{path}[{i}]", ranks) for i, (a, b) in enumerate(pairs)]
     if one != other or type(one) is not type(other):
         raise MismatchError(
             f"{path} is {_short(one)} on rank {ranks[0]}, {_short(other)} on rank {ranks[1]}. Make it the same on all "

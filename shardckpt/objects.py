@@ -11,8 +11,11 @@ import base64
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
-from shardckpt.errors import FormatError, UnsupportedError
+import msgspec
+
+from shardckpt.errors import FormatError, MismatchError, UnsupportedError
 from shardckpt.manifest import Json
 from shardckpt.names import Key, Path
 
@@ -22,17 +25,58 @@ NameTensor = Callable[[Path, object], str | None]
 """Gives the name under which a leaf is stored as a tensor, or None if it is no tensor."""
 
 
-def encode(value: object, path: Path, name_tensor: NameTensor) -> Json:
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A value that is meant to differ from rank to rank: random number state, a data loader's position.
+
+    Each rank gets its own back at the same world size. At another one, the rule decides:
+
+    * "error": loading is refused;
+    * "same": a rank gets what the rank of that number saved, those beyond get None;
+    * "broadcast": every rank gets rank 0's;
+    * "drop": every rank gets None.
+
+    Attributes:
+        value: What this rank saves, or what it has loaded.
+        rule: One of the four.
+    """
+
+    value: object
+    rule: str = "error"
+
+    def __post_init__(self) -> None:
+        """Check the rule."""
+        if self.rule not in RULES:
+            raise UnsupportedError(f"PerRank has the rule {self.rule!r}; it can be {', '.join(RULES)}")
+
+
+RULES = ("error", "same", "broadcast", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class RankOf:
+    """A place among ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+def encode(value: object, path: Path, name_tensor: NameTensor, place: RankOf = RankOf()) -> Json:  # frozen
     """Give `value` as JSON.
 
     Args:
         value: What to store.
         path: Where it stands in the state.
         name_tensor: Called for every leaf.
+        place: This rank, for values that differ per rank: their tensors' paths end with its number.
 
     Raises:
         UnsupportedError: If something in `value` cannot be stored; names its path and type.
     """
+
+    def inner(item: object, key: Key) -> Json:
+        return encode(item, (*path, key), name_tensor, place)
+
     if value is None or isinstance(value, bool) or type(value) is str:
         return value
     if type(value) is int:
@@ -42,21 +86,24 @@ def encode(value: object, path: Path, name_tensor: NameTensor) -> Json:
     if (name := name_tensor(path, value)) is not None:
         return {"$tensor": name}
     if type(value) is list:
-        return [encode(item, (*path, i), name_tensor) for i, item in enumerate(value)]
+        return [inner(item, i) for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [encode(item, (*path, i), name_tensor) for i, item in enumerate(value)]}
-    if isinstance(value, (set, frozenset)) and type(value) in (set, frozenset):
-        return {"$set": [encode(item, path, name_tensor) for item in sorted(value, key=repr)]}
+        return {"$tuple": [inner(item, i) for i, item in enumerate(value)]}
+    if type(value) in (set, frozenset):
+        return {"$set": [inner(item, i) for i, item in enumerate(sorted(value, key=repr))]}  # type: ignore[call-overload]
     if type(value) in (bytes, bytearray):
         return {"$bytes": base64.b64encode(value).decode()}  # type: ignore[arg-type]  # narrowed by type()
     if type(value) is complex:
-        return {"$complex": [encode(value.real, path, name_tensor), encode(value.imag, path, name_tensor)]}
+        return {"$complex": [inner(value.real, 0), inner(value.imag, 1)]}
     if type(value) in (dict, OrderedDict):
-        return _encode_dict(value, path, name_tensor)  # type: ignore[arg-type]  # narrowed by type()
+        return _encode_dict(value, inner)  # type: ignore[arg-type]  # narrowed by type()
+    if type(value) is PerRank:
+        values: dict[str, Json] = {str(place.rank): inner(value.value, place.rank)}
+        return {"$per_rank": {"rule": value.rule, "world_size": place.world_size, "values": values}}
     raise UnsupportedError(
         f"cannot save {path_text(path)}: a value of type {type(value).__module__}.{type(value).__qualname__} is "
-        "neither a tensor "
-        "nor of a JSON type. Convert it, give the object a state_dict(), or leave it out."
+        "neither "
+        "a tensor nor of a JSON type. Convert it, give the object a state_dict(), or leave it out."
     )
 
 
@@ -79,6 +126,10 @@ def decode(value: Json, get_tensor: Callable[[str], object]) -> object:
         return {key: decode(item, get_tensor) for key, item in value.items()}
     inner = value[mark]
     match mark, inner:
+        case "$per_rank", {"rule": str(rule), "value": own}:
+            return PerRank(decode(own, get_tensor), rule)
+        case "$per_rank", {"rule": str(), "values": dict(values)}:
+            return {int(rank): decode(item, get_tensor) for rank, item in values.items()}
         case "$tensor", str():
             return get_tensor(inner)
         case "$tuple", list():
@@ -113,6 +164,10 @@ def tensor_paths(value: Json, path: Path = ()) -> Iterator[tuple[Path, str]]:
         case {"$dict": list(pairs), **rest} if not rest:
             for key, item in (pair for pair in pairs if isinstance(pair, list)):
                 yield from tensor_paths(item, (*path, key if isinstance(key, (int, str)) else repr(key)))
+        case {"$per_rank": dict(found), **rest} if not rest and "values" in found:
+            yield from tensor_paths(found["values"], path)
+        case {"$per_rank": dict(found), **rest} if not rest:
+            yield from tensor_paths(found.get("value"), path)
         case dict():
             for key, item in value.items():
                 yield from tensor_paths(item, (*path, key))
@@ -123,11 +178,86 @@ def path_text(path: Path) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
-def _encode_dict(value: Mapping[object, object], path: Path, name_tensor: NameTensor) -> Json:
+def _encode_dict(value: Mapping[object, object], inner: Callable[[object, Key], Json]) -> Json:
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {str(key): encode(item, (*path, str(key)), name_tensor) for key, item in value.items()}
+        return {str(key): inner(item, str(key)) for key, item in value.items()}
     pairs: list[Json] = []
     for key, item in value.items():
         part: Key = key if isinstance(key, (int, str)) and not isinstance(key, bool) else repr(key)
-        pairs.append([encode(key, (*path, part), name_tensor), encode(item, (*path, part), name_tensor)])
+        pairs.append([inner(key, part), inner(item, part)])
     return {"$dict": pairs}
+
+
+class PerRankRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """What `$per_rank` holds."""
+
+    rule: str
+    world_size: int
+    values: dict[str, object]  # Json, by rank
+
+
+def for_rank(value: Json, place: RankOf) -> Json:
+    """Give an encoded value as one rank loads it: of each value that differs per rank, what its rule gives this rank.
+
+    Raises:
+        MismatchError: If a rule forbids this world size.
+    """
+    if isinstance(value, list):
+        return [for_rank(item, place) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$per_rank": dict(found), **rest} if not rest:
+            return {"$per_rank": _of_rank(msgspec.convert(found, PerRankRecord), place)}
+    return {key: for_rank(item, place) for key, item in value.items()}
+
+
+def _of_rank(record: PerRankRecord, place: RankOf) -> Json:
+    source = place.rank
+    if record.world_size != place.world_size:
+        if record.rule == "error":
+            raise MismatchError(
+                f"the checkpoint has state of each of {record.world_size} ranks (PerRank with the rule 'error'), and "
+                "is "
+                f"loaded by {place.world_size}. Load at the same world size, leave that section out, or save it with "
+                "another rule."
+            )
+        source = {"broadcast": 0, "drop": -1}.get(record.rule, place.rank)
+    kept: Json = record.values.get(str(source))  # type: ignore[assignment]  # Json
+    return {"rule": record.rule, "value": kept}
+
+
+def merge_per_rank(one: Json, other: Json) -> Json | None:
+    """Put together the same `$per_rank` value of two ranks; None if they are not such, or have different rules."""
+    match one, other:
+        case {"$per_rank": dict(a)}, {"$per_rank": dict(b)}:
+            first, second = msgspec.convert(a, PerRankRecord), msgspec.convert(b, PerRankRecord)
+            if (first.rule, first.world_size) == (second.rule, second.world_size):
+                values = dict(sorted({**first.values, **second.values}.items(), key=lambda item: int(item[0])))
+                merged: Json = msgspec.to_builtins(PerRankRecord(first.rule, first.world_size, values))
+                return {"$per_rank": merged}
+    return None
+
+
+def per_rank_names(value: Json) -> set[str]:
+    """Give the names of all tensors inside `$per_rank` values."""
+    if isinstance(value, list):
+        return {name for item in value for name in per_rank_names(item)}
+    match value:
+        case {"$per_rank": dict(), **rest} if not rest:
+            return {name for _, name in tensor_paths(value)}
+        case dict():
+            return {name for item in value.values() for name in per_rank_names(item)}
+    return set()
+
+
+def without_values(value: Json) -> Json:
+    """Give an encoded value with every `$per_rank` emptied: what is alike on all ranks."""
+    if isinstance(value, list):
+        return [without_values(item) for item in value]
+    match value:
+        case {"$per_rank": dict(found), **rest} if not rest:
+            return {"$per_rank": {**found, "values": {}}}
+        case dict():
+            return {key: without_values(item) for key, item in value.items()}
+    return value

@@ -10,8 +10,11 @@ from shardckpt.layout import Bucket, Layout, Mesh
 from shardckpt.state import LocalState
 
 
-def layout_of(local: LocalState, world_size: int) -> Layout | None:
-    """Give the rule by which a state is cut, or None if some tensor follows none: it lies on a mesh of other ranks."""
+def layout_of(local: LocalState, rank: int, world_size: int) -> Layout | None:
+    """Give the rule by which a state is cut, or None if some tensor follows none: it lies on a mesh of other ranks.
+
+    Of tensors that differ per rank it has those of `rank` alone.
+    """
     index = {one.tensor.name: i for i, one in enumerate(local.tensors)}
     buckets = [
         Bucket(
@@ -24,7 +27,8 @@ def layout_of(local: LocalState, world_size: int) -> Layout | None:
         for bucket in local.buckets
     ]
     placed = {name for bucket in local.buckets for column in bucket.columns for name in column}
-    replicated = [i for i, one in enumerate(local.tensors) if one.shard.is_replicated]
+    replicated = [i for i, one in enumerate(local.tensors) if one.shard.is_replicated and not one.is_per_rank]
+    per_rank = [(i, rank) for i, one in enumerate(local.tensors) if one.is_per_rank]
     meshes: dict[MeshCut, list[int]] = {}
     for i, one in enumerate(local.tensors):
         if one.shard.mesh is not None:
@@ -34,7 +38,7 @@ def layout_of(local: LocalState, world_size: int) -> Layout | None:
         elif not one.shard.is_replicated and one.tensor.name not in placed:
             return None
     rules = [Mesh(list(mesh.axes), list(mesh.cuts), tensors) for mesh, tensors in meshes.items()]
-    return Layout(buckets, replicated, rules)
+    return Layout(buckets, replicated, rules, per_rank)
 
 
 def shared_tensors(local: LocalState, world_size: int) -> list[tuple[int, NDArray[np.int64]]]:
@@ -50,6 +54,8 @@ def shared_tensors(local: LocalState, world_size: int) -> list[tuple[int, NDArra
     found = []
     for position, one in enumerate(local.tensors):
         mesh = one.shard.mesh
+        if one.is_per_rank:
+            continue
         if one.shard.is_replicated:
             found.append((position, ranks * 0))
         elif one.tensor.name in hybrid:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from shardckpt.coordinate import Deadlines, coordinator
+from shardckpt.objects import RankOf
 from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
 from shardckpt.staging import Staging
 from shardckpt.state import collect
@@ -132,8 +133,9 @@ class AsyncSaver:
         """
         self.wait()
         store = open_store(path, storage_options)
-        phases = SavePhases(coordinator(process_group, deadlines), store, SaveRequest(step, overwrite, budget_bytes))
-        held, is_staged = self._snapshot(state)
+        together = coordinator(process_group, deadlines)
+        phases = SavePhases(together, store, SaveRequest(step, overwrite, budget_bytes))
+        held, is_staged = self._snapshot(state, RankOf(together.rank, together.world_size))
 
         def run() -> SaveReport:
             report = phases.run(held)
@@ -152,10 +154,10 @@ class AsyncSaver:
             pending, self._pending = self._pending, None
             pending.wait()
 
-    def _snapshot(self, state: Mapping[str, object]) -> tuple[Callable[[], Held], bool]:
+    def _snapshot(self, state: Mapping[str, object], place: RankOf) -> tuple[Callable[[], Held], bool]:
         """Give what this rank holds, or its failure, for the first phase; and whether it is a copy."""
         try:
-            local = collect(state)
+            local = collect(state, place)
             tensors = [one.shard.local for one in local.tensors]
             fqns = [one.tensor.name for one in local.tensors]
             nbytes = sum(one.nbytes for one in local.tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -20,7 +20,8 @@ from shardckpt.endpoints import Source
 from shardckpt.errors import MismatchError
 from shardckpt.layout import RankChunks, regions
 from shardckpt.manifest import Json
-from shardckpt.merge import HeldState, held, merge
+from shardckpt.merge import HeldState, held, merge, merge_values
+from shardckpt.objects import without_values
 from shardckpt.plan import prove_coverage
 from shardckpt.rules import layout_of, shared_tensors
 from shardckpt.shard_file import chunk_rows, chunks_of, lay_out_shard, place_shards
@@ -75,8 +76,9 @@ class Held:
 class _Collected(msgspec.Struct):
     """What a rank says of its state: a digest of it, and the checksum of each tensor that other ranks hold too."""
 
-    digest: bytes  # empty if there is no rule for the state as a whole
+    digest: bytes  # of what must be alike; empty if there is no rule for the state as a whole
     shared: bytes  # uint32 a shared tensor, in the order of the state
+    per_rank: bytes = b""  # the state with what this rank has for itself, if it has any: `ShardNaming.state`
 
 
 class _Agreement(msgspec.Struct):
@@ -132,16 +134,18 @@ class SavePhases:
     def collect(self, held: Held) -> bytes:
         """Take what this rank holds; give its digest and the checksums of what other ranks hold too."""
         self._local, self._sources = held.local, held.sources
-        world_size = self._together.world_size
+        rank, world_size = self._together.rank, self._together.world_size
         tensors = tuple(one.tensor for one in self._local.tensors)
-        layout = layout_of(self._local, world_size)
+        layout = layout_of(self._local, rank, world_size)
         self._draft = Draft(self._request.step, world_size, self._local.sections, tensors, layout, self._local.objects)
         if layout is None:
             return msgspec.msgpack.encode(_Collected(b"", b""))
-        digest = hashlib.sha256(self._draft.naming("").state).digest()
+        alike = _alike(self._draft)
+        digest = hashlib.sha256(alike.naming("").state).digest()
         shared = shared_tensors(self._local, world_size) if world_size > 1 else []
         crcs = [self._crc_of(position) for position, _ in shared]
-        return msgspec.msgpack.encode(_Collected(digest, np.array(crcs, np.uint32).tobytes()))
+        own = self._draft.naming("").state if alike != self._draft else b""
+        return msgspec.msgpack.encode(_Collected(digest, np.array(crcs, np.uint32).tobytes(), own))
 
     def agree(self, payloads: Sequence[bytes]) -> bytes:
         """Check that all ranks hold the same, and make the destination ready; nothing, if they do not."""
@@ -150,8 +154,26 @@ class SavePhases:
             return b""
         if len(collected) > 1:
             self._check_shared(np.stack([np.frombuffer(one.shared, np.uint32) for one in collected]))
+            self._take_per_rank([one.per_rank for one in collected])
         self._destination = prepare(self._store, overwrite=self._request.overwrite)
         return msgspec.msgpack.encode(_Agreement(self._destination.token))
+
+    def _take_per_rank(self, states: Sequence[bytes]) -> None:
+        """Add what the other ranks have for themselves to the draft."""
+        for rank, state in enumerate(states):
+            layout = self._draft.layout
+            if rank == 0 or not state or layout is None:
+                continue
+            other = draft_of_state(state, self._draft.step, self._draft.world_size)
+            own = other.tensors[len(_alike(other).tensors) :]
+            first = len(self._draft.tensors)
+            places = [*layout.per_rank, *((first + i, rank) for i in range(len(own)))]
+            self._draft = replace(
+                self._draft,
+                tensors=(*self._draft.tensors, *own),
+                layout=msgspec.structs.replace(layout, per_rank=places),
+                objects=merge_values(self._draft.objects, other.objects, "state", (0, rank)),
+            )
 
     def describe(self) -> bytes:
         """Give all that this rank holds, but the tensors' bytes."""
@@ -245,6 +267,15 @@ class SavePhases:
                     f"differ (checksums {int(crcs[like, column]):08x} and {int(crcs[rank, column]):08x}). "
                     "Bring the ranks together before saving, give it another name on each, or leave it out."
                 )
+
+
+def _alike(draft: Draft) -> Draft:
+    """Give a draft without what differs per rank."""
+    layout = draft.layout
+    assert layout is not None
+    tensors = draft.tensors[: len(draft.tensors) - len(layout.per_rank)]
+    alike = msgspec.structs.replace(layout, per_rank=[])
+    return replace(draft, tensors=tensors, layout=alike, objects=without_values(draft.objects))
 
 
 def _in_memory(tensors: Sequence[LocalTensor]) -> Catalogue:

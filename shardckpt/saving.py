@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardckpt.coordinate import Deadlines, coordinator
+from shardckpt.objects import RankOf
 from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
 from shardckpt.state import collect
 from shardckpt.storage import open_store
@@ -55,10 +56,11 @@ def save(
     """
     store = open_store(path, storage_options)
     together = coordinator(process_group, deadlines)
-    return SavePhases(together, store, SaveRequest(step, overwrite, budget_bytes)).run(lambda: _live(state))
+    place = RankOf(together.rank, together.world_size)
+    return SavePhases(together, store, SaveRequest(step, overwrite, budget_bytes)).run(lambda: _live(state, place))
 
 
-def _live(state: Mapping[str, object]) -> Held:
+def _live(state: Mapping[str, object], place: RankOf) -> Held:
     """Give what this rank holds, where it lies."""
-    local = collect(state)
+    local = collect(state, place)
     return Held(local, [source_of(one.shard.local, fqn=one.tensor.name) for one in local.tensors])

@@ -18,7 +18,7 @@ from shardckpt import names
 from shardckpt.catalogue import Tensor
 from shardckpt.manifest import Json
 from shardckpt.names import Path
-from shardckpt.objects import encode, path_text
+from shardckpt.objects import RankOf, encode, path_text, per_rank_names
 from shardckpt.optimizer_state import NamedOptimizer
 from shardckpt.region import Span, normalise
 from shardckpt.shard import Shard, shard_of_tensor
@@ -43,6 +43,7 @@ class LocalTensor:
     tensor: Tensor
     shard: Shard
     path: Path
+    is_per_rank: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -78,11 +79,12 @@ class LocalState:
     buckets: tuple[NamedBucket, ...]
 
 
-def collect(state: Mapping[str, object]) -> LocalState:
+def collect(state: Mapping[str, object], place: RankOf) -> LocalState:
     """Walk a state and give what it holds; nothing in it is changed.
 
     Args:
         state: Section -> module, optimizer, object with a state dict, tensor, or nested values.
+        place: This rank among those that save.
 
     Raises:
         UnsupportedError: If something cannot be stored; names its place.
@@ -93,16 +95,20 @@ def collect(state: Mapping[str, object]) -> LocalState:
     values = {section: _plain_value(section, value, optimizers) for section, value in state.items()}
     leaves = [leaf for section, module in modules.items() for leaf in _module_leaves(section, module)]
     leaves += [leaf for section, optimizer in optimizers.items() for leaf in _optimizer_leaves(section, optimizer)]
-    leaves += [leaf for section, value in values.items() for leaf in _value_leaves(section, value)]
+    leaves += [leaf for section, value in values.items() for leaf in _value_leaves(section, value, place)]
     assigned = names.assign(path for leaf in leaves for path in leaf.paths)
 
     def name_tensor(path: Path, value: object) -> str | None:
         return assigned[path] if isinstance(value, torch.Tensor) else None
 
+    objects: Json = {section: encode(value, (section,), name_tensor, place) for section, value in values.items()}
+    of_rank = per_rank_names(objects)
+    tensors = [_local_tensor(leaf, assigned, of_rank) for leaf in leaves]
+    tensors.sort(key=lambda one: one.is_per_rank)  # stable: those of this rank alone come last
     return LocalState(
-        tuple(_local_tensor(leaf, assigned) for leaf in leaves),
+        tuple(tensors),
         {section: kind_of(section, value) for section, value in state.items()},
-        {section: encode(value, (section,), name_tensor) for section, value in values.items()},
+        objects,
         tuple(_buckets(modules, optimizers, assigned)),
     )
 
@@ -169,7 +175,7 @@ def _optimizer_leaves(section: str, optimizer: NamedOptimizer) -> Iterator[_Leaf
         yield _Leaf(((section, "state", entry.parameter.fqn, entry.key),), optimizer.shard_of(entry))
 
 
-def _value_leaves(section: str, value: object) -> Iterator[_Leaf]:
+def _value_leaves(section: str, value: object, place: RankOf) -> Iterator[_Leaf]:
     """Yield the tensors of a nested value, equal views of one memory once."""
     found: dict[object, list[Path]] = {}
     tensors: dict[object, torch.Tensor] = {}
@@ -182,7 +188,7 @@ def _value_leaves(section: str, value: object) -> Iterator[_Leaf]:
         found.setdefault(key, []).append(path)
         return ""
 
-    encode(value, (section,), collect_tensor)
+    encode(value, (section,), collect_tensor, place)
     for key, paths in found.items():
         yield _Leaf(tuple(paths), shard_of_tensor(path_text(paths[0]), tensors[key]))
 
@@ -214,10 +220,10 @@ def _plain_value(section: str, value: object, optimizers: Mapping[str, NamedOpti
     return dict(value) if isinstance(value, Mapping) and type(value) is not dict else value
 
 
-def _local_tensor(leaf: _Leaf, assigned: Mapping[Path, str]) -> LocalTensor:
+def _local_tensor(leaf: _Leaf, assigned: Mapping[Path, str], of_rank: set[str]) -> LocalTensor:
     name, *aliases = (assigned[path] for path in leaf.paths)
     tensor = Tensor(name, dtype_name(leaf.shard.tensor, fqn=name), leaf.shard.shape, tuple(aliases))
-    return LocalTensor(tensor, leaf.shard, leaf.paths[0])
+    return LocalTensor(tensor, leaf.shard, leaf.paths[0], name in of_rank)
 
 
 def _buckets(

@@ -17,7 +17,7 @@ from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
 from shardckpt.errors import FormatError, MismatchError
 from shardckpt.manifest import Json, Stored
 from shardckpt.names import Path
-from shardckpt.objects import decode, tensor_paths
+from shardckpt.objects import RankOf, decode, for_rank, per_rank_names, tensor_paths
 from shardckpt.optimizer_state import NamedOptimizer, is_like_parameter
 from shardckpt.shard import Shard, shard_of_tensor
 from shardckpt.state import Stateful, kind_of, module_shards, named_optimizers
@@ -32,8 +32,8 @@ class Wanted:
         missing: Names that the state has and the checkpoint lacks.
     """
 
-    def __init__(self, found: Stored, state: MutableMapping[str, object]) -> None:
-        """Match every section of `state`.
+    def __init__(self, found: Stored, state: MutableMapping[str, object], place: RankOf) -> None:
+        """Match every section of `state`, for one rank of those that load.
 
         Raises:
             MismatchError: If a kind, shape or dtype differs.
@@ -43,7 +43,8 @@ class Wanted:
         self._found = found
         self._state = state
         self._builder = CatalogueBuilder()
-        self._taken: set[str] = set()  # stored tensors that have a place
+        self._stored_objects = for_rank(found.objects, place)
+        self._taken = per_rank_names(found.objects)  # stored tensors that have a place, here or on their own rank
         self._objects: dict[str, dict[str, torch.Tensor]] = {}  # section -> name -> tensor that its objects refer to
         self._optimizers = named_optimizers(state)
         self._optimizer_state: dict[int, dict[str, object]] = {}  # id of the parameter -> its new state
@@ -196,7 +197,7 @@ class Wanted:
         return found
 
     def _objects_of(self, section: str) -> Json:
-        objects = self._found.objects
+        objects = self._stored_objects
         if not isinstance(objects, dict) or section not in objects:
             raise FormatError(f"the manifest has no objects for the section {section!r}; the checkpoint is damaged")
         return objects[section]
