@@ -103,9 +103,13 @@ class S3Connection:
     """A client a process, and the one way to ask it something.
 
     A client must not cross a fork: parent and child would talk over the same sockets.
+
+    Attributes:
+        is_out_of_reach: True from when cleaning up after a failure failed too; nothing more is tried of that kind.
     """
 
     def __init__(self, options: S3Options) -> None:
+        self.is_out_of_reach = False
         self._options = options
         self._retry = RetryPolicy(options.deadline_s)
         self._clients: dict[int, Client] = {}  # by process; the parent's is kept, as its sockets are not ours to close
@@ -192,9 +196,13 @@ def _refused(action: str, path: str, cause: Exception) -> CheckpointError:
     match cause:
         case ClientError():
             status = int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            if status == 404 and error_code(cause) != "NoSuchUpload":
+            if error_code(cause) == "NoSuchUpload":
+                hint = "Another save to the same place dropped it, or a rule of the bucket; save again."
+            elif error_code(cause) == "NoSuchBucket":
+                hint = "Make the bucket, or check its name."
+            elif status == 404:
                 return missing(path)
-            if status == 403:
+            elif status == 403:
                 hint = "Check the credentials and what they allow (docs/s3.md lists what is needed)."
         case NoCredentialsError():
             hint = "Give key and secret, a profile or AWS_* variables; or anon=True for a public bucket."

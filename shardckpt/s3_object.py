@@ -180,13 +180,22 @@ class S3Object:
         self._confirm(nbytes, mark)
 
     def abort_upload(self, upload: str) -> None:
-        """Drop an upload and its parts; one that is gone is no error."""
+        """Drop an upload and its parts; one that is gone is no error.
+
+        Does nothing once this could not be done for another: a server out of reach would cost as much time for each.
+        """
+        if self._connection.is_out_of_reach:
+            return
 
         def request(client: Client) -> None:
             with _suppressed("NoSuchUpload"):
                 client.abort_multipart_upload(**self._at, UploadId=upload)
 
-        self._connection.run("abort the upload of", self.path, request, deadline_s=_ABORT_DEADLINE_S)
+        try:
+            self._connection.run("abort the upload of", self.path, request, deadline_s=_ABORT_DEADLINE_S)
+        except StorageError:
+            self._connection.is_out_of_reach = True
+            raise
 
     def _abort_others(self, upload: str) -> None:
         """Drop all uploads of this very object but one: a file has one writer."""

@@ -12,14 +12,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 from tests.s3_server import S3Root, S3Server
 
 _FORWARD_TIMEOUT_S = 60
+_SLOW_S = 1.5
 
 
 class Fault(enum.Enum):
@@ -102,8 +105,9 @@ class Proxy:
     most_at_once: int = 0
 
     def options(self, root: S3Root, **change: object) -> dict[str, object]:
-        """Give the storage options of `root`, by way of this proxy."""
-        return {**root.options, "endpoint_url": f"http://127.0.0.1:{self.port}", **change}
+        """Give the storage options of `root` by way of this proxy, with less patience than is usual."""
+        limits = {"deadline_s": 20, "config_kwargs": {"read_timeout": 1}}
+        return {**root.options, "endpoint_url": f"http://127.0.0.1:{self.port}", **limits, **change}
 
     def count(self, operation: str) -> int:
         """Give the number of requests of a kind."""
@@ -121,6 +125,13 @@ def running_proxy(server: S3Server, choose: Choose = lambda request: None) -> It
         finally:
             listener.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    """Give a proxy in front of the server that does nothing wrong yet."""
+    with running_proxy(s3_server) as proxy:
+        yield proxy
 
 
 class _Listener(ThreadingHTTPServer):
@@ -215,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._break()
             return
         if fault is Fault.SLOW:
-            time.sleep(3)
+            time.sleep(_SLOW_S)
         self.send_response(answer.status, answer.reason)
         for name, value in answer.getheaders():
             if name.lower() not in ("connection", "transfer-encoding", "content-length", "date", "server"):
@@ -279,8 +290,3 @@ def _flipped(data: bytes) -> bytes:
     changed = bytearray(data)
     changed[len(changed) // 2] ^= 1
     return bytes(changed)
-
-
-def through(proxy: Proxy, root: S3Root, **change: object) -> S3Root:
-    """Give `root` as it is reached by way of a proxy."""
-    return replace(root, options=proxy.options(root, **change))
