@@ -46,10 +46,10 @@ class Verb(click.Command):
             if is_debug:
                 raise
             raise Failure(str(error) or type(error).__name__) from error
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, Terminated) as error:
             if is_debug:
                 raise
-            raise Interruption(isinstance(error, Terminated)) from error
+            raise (Termination() if isinstance(error, Terminated) else Interruption()) from error
 
 
 class Failure(click.ClickException):
@@ -60,14 +60,24 @@ class Failure(click.ClickException):
 
 
 class Interruption(Failure):
-    """The user stopped it, or the system did."""
+    """The user stopped it."""
 
-    def __init__(self, is_terminated: bool) -> None:
-        what, self.exit_code = ("terminated", TERMINATED) if is_terminated else ("interrupted", INTERRUPTED)
-        super().__init__(f"{what}; run the same command again to start over")
+    exit_code = INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted; run the same command again to start over")
 
 
-class Terminated(KeyboardInterrupt):
+class Termination(Failure):
+    """The system stopped it."""
+
+    exit_code = TERMINATED
+
+    def __init__(self) -> None:
+        super().__init__("terminated; run the same command again to start over")
+
+
+class Terminated(BaseException):
     """A signal asked this process to end; what was begun is taken away first."""
 
 
