@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,13 +82,17 @@ def _run(
         stderr=subprocess.DEVNULL if stop_when else None,  # torchrun tells at length that it was terminated
         text=True,
     )
-    watchdog = threading.Timer(TIMEOUT_S, child.kill)
+    watchdog = threading.Timer(TIMEOUT_S, child.terminate)
     watchdog.start()
-    text = child.stdout.read() if child.stdout else ""
-    was_stopped = _stop(child, stop_when) if stop_when else False
-    _, status, usage = os.wait4(child.pid, 0)
-    watchdog.cancel()
-    child.returncode = os.waitstatus_to_exitcode(status)
+    try:
+        with child.stdout or nullcontext() as output:
+            text = output.read() if output else ""
+        was_stopped = _stop(child, stop_when) if stop_when else False
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        watchdog.cancel()
+        child.terminate()  # only if this was interrupted: torchrun then ends its ranks
     if child.returncode != exit_code and not was_stopped:
         raise CommandError(f"exit code {child.returncode}, expected {exit_code}: {shlex.join(map(str, argv))}\n{text}")
     return Done(text, time.perf_counter() - started, usage.ru_maxrss * _RSS_UNIT)
