@@ -62,6 +62,15 @@ class Sink(ABC):
         """Undo; never raises."""
 
 
+class NowhereSink(Sink):
+    """Takes bytes and keeps none: for reading alone."""
+
+    is_sequential = False
+
+    def write(self, byte_offset: int, data: Bytes) -> None:
+        pass
+
+
 class MemorySource(Source):
     """Bytes that lie in memory."""
 

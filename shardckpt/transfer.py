@@ -105,12 +105,14 @@ class TransferReport:
         target_crc: Checksum of every target chunk. # [target chunks]
         partial: Ranges of source chunks that were read only in part, and so could not be compared here.
         unchecked_nbytes: Bytes that were read in runs with gaps between them, and so have no checksum at all.
+        unchecked: The source chunks that these bytes are of. # [n]
     """
 
     nbytes: int
     target_crc: I64
     partial: Parts
     unchecked_nbytes: int
+    unchecked: I64
 
 
 def transfer(
@@ -142,7 +144,8 @@ def transfer(
             sink.abort()
         raise
     crcs = compose(Parts.concatenate(copier.target_parts), len(plan.target.chunk_nbytes))
-    return TransferReport(plan.copies.nbytes, crcs, partial, copier.unchecked_nbytes)
+    unchecked = np.array(sorted(copier.unchecked), np.int64)
+    return TransferReport(plan.copies.nbytes, crcs, partial, copier.unchecked_nbytes, unchecked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ def _means(options: TransferOptions, sources: Sequence[Source], sinks: Sequence[
     usual = NUM_REMOTE_WORKERS if is_remote else min(NUM_LOCAL_WORKERS, os.cpu_count() or 1)
     workers = options.num_workers or max(1, min(usual, room))
     buffer = max((options.budget_bytes - (workers + 1) * part) // (2 * workers), least)
+    buffer -= buffer % 64 if buffer > 64 else 0  # so that no element of any dtype is cut
     return _Means(workers, buffer, replace(sizes, step_bytes=min(sizes.step_bytes, buffer)))
 
 
@@ -285,6 +289,7 @@ class _Copier:
         self.source_parts: list[Parts] = []
         self.target_parts: list[Parts] = []
         self.unchecked_nbytes = 0
+        self.unchecked: set[int] = set()
         self._sources, self._sinks, self._on_progress = sources, sinks, on_progress
         self._sizes = sizes
         self._lock = threading.Lock()
@@ -501,13 +506,15 @@ class _Copier:
         with self._lock:
             if crc is None:
                 self.unchecked_nbytes += nbytes
+                self.unchecked.add(chunk)
             else:
                 self.source_parts.append(_one_part(chunk, begin, nbytes, crc))
 
 
 def _as_runs(data: Bytes, number: int, nbytes: int, stride: int) -> NDArray[np.void]:
-    """View bytes as runs `stride` apart, an element each: NumPy copies these several times faster than rows of bytes."""
-    return np.ndarray((number,), np.dtype((np.void, nbytes)), data.data, 0, (stride,))
+    """View bytes as runs `stride` apart, each one element: NumPy copies those far faster than rows of bytes."""
+    view: NDArray[np.void] = np.ndarray((number,), np.dtype((np.void, nbytes)), data.data, 0, (stride,))
+    return view
 
 
 def _one_part(chunk: int, begin: int, nbytes: int, crc: int) -> Parts:

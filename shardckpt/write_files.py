@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardckpt.catalogue import Catalogue
+import numpy as np
+
+from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
 from shardckpt.checksum import crc32c
 from shardckpt.committed import check_space, with_chunk_crcs
 from shardckpt.container import FileSet
-from shardckpt.endpoints import FileSink, Source
-from shardckpt.plan import plan
+from shardckpt.endpoints import FileSink, NowhereSink, Source
+from shardckpt.plan import Copies, Plan, plan
 from shardckpt.storage import Store
-from shardckpt.transfer import TransferOptions, transfer
+from shardckpt.transfer import TransferOptions, TransferReport, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def write_files(
     report = transfer(copies, sources, sinks, options=options)
     pending = list(sinks)
     try:
+        if options.is_verified:
+            _compare_rest(source, sources, report, options)
         if before_commit is not None:
             before_commit()
         while pending:
@@ -77,3 +81,22 @@ def write_files(
         raise
     catalogue = with_chunk_crcs(target.catalogue, report.target_crc)
     return Written(catalogue, tuple(crc32c(header) for header in target.headers), target.nbytes)
+
+
+def _compare_rest(
+    source: Catalogue, sources: Sequence[Source], report: TransferReport, options: TransferOptions
+) -> None:
+    """Read once more, and whole, the chunks that were read in part or with gaps, and compare them too.
+
+    Raises:
+        CorruptError: If one of them is not what was recorded.
+    """
+    rest = np.union1d(report.partial.chunk, report.unchecked)
+    rest = rest[source.chunk_crc[rest] != NO_CRC]
+    nbytes = source.chunk_nbytes[rest]
+    begin, end = np.cumsum(nbytes) - nbytes, np.cumsum(nbytes)
+    zero = np.zeros(len(rest), np.int64)
+    total = int(nbytes.sum())
+    seen = Catalogue((Tensor("", "U8", (total,)),), (File("", total, 0),), Spans(zero, begin, end, zero, begin, zero))
+    copies = Copies(rest, np.arange(len(rest)), source.chunk_byte_offset[rest], begin, nbytes, zero + 1, zero, zero)
+    transfer(Plan(source, seen, copies), sources, [NowhereSink()], options=replace(options, on_progress=None))

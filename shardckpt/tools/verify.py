@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
 from shardckpt.checksum import combine_groups
 from shardckpt.committed import read_committed
-from shardckpt.endpoints import Bytes, ReaderPool, Sink
+from shardckpt.endpoints import NowhereSink, ReaderPool
 from shardckpt.errors import CheckpointNotFoundError, CoverageError, FormatError
 from shardckpt.manifest import MANIFEST_PATH, MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from shardckpt.plan import plan, prove_coverage
@@ -147,15 +147,6 @@ def read_through(surveyed: Survey, *, options: TransferOptions) -> tuple[Problem
     return tuple(problems)
 
 
-class _Nowhere(Sink):
-    """Takes bytes and keeps none."""
-
-    is_sequential = False
-
-    def write(self, byte_offset: int, data: Bytes) -> None:
-        pass
-
-
 def _checksums(surveyed: Survey, options: TransferOptions) -> I64:
     """Read all segments and give their checksums. # [segments]"""
     segments = surveyed.segments
@@ -171,7 +162,7 @@ def _checksums(surveyed: Survey, options: TransferOptions) -> I64:
     copies = plan(Catalogue(tensors, files, source), Catalogue(tensors, files, wanted))
     with closing(ReaderPool(surveyed.store)) as pool:
         sources = pool.sources([file.path for file in files])
-        return transfer(copies, sources, [_Nowhere() for _ in files], options=options).target_crc
+        return transfer(copies, sources, [NowhereSink() for _ in files], options=options).target_crc
 
 
 def _segments(catalogue: Catalogue) -> Segments:
