@@ -14,6 +14,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint holds, without reading its tensors.",
     "verify": "Check that a checkpoint is whole and undamaged.",
     "diff": "Compare the tensors of two checkpoints or Hugging Face folders.",
+    "cp": "Copy a checkpoint, between any two stores, verified.",
 }
 """Command -> its one sentence; `cli/<command>.py` holds it, as `command`."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import click
 
 from shardckpt.storage import Store, open_store
+from shardckpt.tools.recast import DTYPES, NewDtype
 from shardckpt.transfer import DEFAULT_BUDGET_BYTES, TransferOptions
 
 Function = Callable[..., object]
@@ -81,7 +82,9 @@ def source(function: Function) -> Function:
 def budget(function: Function) -> Function:
     """Add `--budget` and `--workers`."""
     function = click.option(
-        "--workers", type=click.IntRange(min=1), help="Threads that move bytes. [default: one a core, at most 4]"
+        "--workers",
+        type=click.IntRange(min=1),
+        help="Threads that move bytes. [default: as many as fit the storage and the budget]",
     )(function)
     return click.option(
         "--budget",
@@ -114,6 +117,23 @@ def choosing(function: Function) -> Function:
     return click.option(
         "--only", metavar="GLOB", multiple=True, help="Take only tensors whose full name fits; repeatable."
     )(function)
+
+
+def dtype(function: Function) -> Function:
+    """Add `--dtype` and `--keep`; the function gets them together, as `dtype`."""
+
+    @functools.wraps(function)
+    def together(*arguments: object, dtype: str | None, keep: tuple[str, ...], **others: object) -> object:
+        if keep and dtype is None:
+            raise click.UsageError("--keep is for use with --dtype.")
+        return function(*arguments, dtype=NewDtype(DTYPES[dtype], keep) if dtype else None, **others)
+
+    wrapped = click.option(
+        "--keep", metavar="GLOB", multiple=True, help="Do not convert tensors whose full name fits; repeatable."
+    )(together)
+    return click.option(
+        "--dtype", type=click.Choice(list(DTYPES)), help="Convert floating-point tensors; tells what was rounded."
+    )(wrapped)
 
 
 def storage(function: Function) -> Function:

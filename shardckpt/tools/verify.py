@@ -11,19 +11,22 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
-from shardckpt.checksum import combine_groups
+from shardckpt.catalogue import Catalogue, File, Tensor
 from shardckpt.committed import read_committed
-from shardckpt.endpoints import NowhereSink, ReaderPool
 from shardckpt.errors import CheckpointNotFoundError, CoverageError, FormatError
 from shardckpt.manifest import MANIFEST_PATH, MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from shardckpt.plan import plan, prove_coverage
+from shardckpt.plan import prove_coverage
 from shardckpt.storage import Store
-from shardckpt.transfer import TransferOptions, transfer
-
-I64 = NDArray[np.int64]
+from shardckpt.tools.segments import (
+    Segments,
+    file_crcs,
+    read_checksums,
+    segments_of,
+    untiled_files,
+    wrong_chunks,
+)
+from shardckpt.transfer import TransferOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +70,6 @@ class Survey:
         return int(self.segments.nbytes.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Byte ranges of files, one row each, by file and offset: headers, and chunks."""
-
-    file: I64  # [n]
-    byte_offset: I64  # [n]
-    nbytes: I64  # [n]
-    chunk: I64  # [n] number of the chunk, or -1 for what is none
-
-    def take(self, rows: NDArray[np.bool_] | I64) -> Segments:
-        """Give the rows picked by an index or mask."""
-        return Segments(self.file[rows], self.byte_offset[rows], self.nbytes[rows], self.chunk[rows])
-
-
 def survey(store: Store) -> Survey:
     """Check manifest, chunk table, sizes of files, and that the chunks of every tensor tile it.
 
@@ -99,7 +88,7 @@ def survey(store: Store) -> Survey:
             manifest = _read_manifest(store)
         except FormatError as manifest_error:
             problem = Problem(MANIFEST_PATH, "damaged", str(manifest_error))
-            return Survey(store, Catalogue((), ()), (problem,), (), _segments(Catalogue((), ())))
+            return Survey(store, Catalogue((), ()), (problem,), (), segments_of(Catalogue((), ())))
         kind = "missing" if isinstance(error, CheckpointNotFoundError) else "damaged"
         table_problems = [Problem(manifest.chunk_table.path, kind, str(error))]
         catalogue = _without_chunks(manifest)
@@ -110,8 +99,8 @@ def _survey(store: Store, manifest: Manifest, catalogue: Catalogue, problems: li
     listed = store.list()
     found = {file.path: _size(store, file.path, listed) for file in catalogue.files}
     has_table = not problems
-    segments = _segments(catalogue)
-    untiled = _untiled(catalogue, segments) if has_table else []
+    segments = segments_of(catalogue)
+    untiled = untiled_files(catalogue, segments) if has_table else []
     for number, file in enumerate(catalogue.files):
         problems += _size_problems(catalogue, number, found[file.path])
         if number in untiled:
@@ -132,73 +121,18 @@ def read_through(surveyed: Survey, *, options: TransferOptions) -> tuple[Problem
         StorageError: If something cannot be read.
     """
     catalogue, segments = surveyed.catalogue, surveyed.segments
-    found = _checksums(surveyed, options)
-    recorded = np.where(segments.chunk < 0, NO_CRC, _take(catalogue.chunk_crc, segments.chunk))
-    is_wrong = (recorded != NO_CRC) & (recorded != found)
-    file_crcs = _file_crcs(catalogue, segments, found)
+    found = read_checksums(surveyed.store, catalogue.files, segments, options=options)
+    wrong = wrong_chunks(catalogue, segments, found)
+    crcs = file_crcs(catalogue, segments, found)
     problems = []
     for number, file in enumerate(catalogue.files):
-        wrong = segments.chunk[is_wrong & (segments.file == number)].tolist()
-        if wrong:
-            problems.append(_damage(catalogue, file, wrong))
-        elif file.crc is not None and file_crcs.get(number, file.crc) != file.crc:
-            text = f"its header was changed: the file's checksum is {file_crcs[number]:08x}, recorded is {file.crc:08x}"
+        own = wrong[catalogue.chunk_file[wrong] == number].tolist()
+        if own:
+            problems.append(_damage(catalogue, file, own))
+        elif file.crc is not None and crcs.get(number, file.crc) != file.crc:
+            text = f"its header was changed: the file's checksum is {crcs[number]:08x}, recorded is {file.crc:08x}"
             problems.append(Problem(file.path, "damaged", text))
     return tuple(problems)
-
-
-def _checksums(surveyed: Survey, options: TransferOptions) -> I64:
-    """Read all segments and give their checksums. # [segments]"""
-    segments = surveyed.segments
-    # files are seen as tensors of bytes here, and segments as the chunks that are wanted of them
-    files = surveyed.catalogue.files
-    tensors = tuple(Tensor(file.path, "U8", (file.nbytes,)) for file in files)
-    number, zero = np.arange(len(files)), np.zeros(len(files), np.int64)
-    sizes = np.array([file.nbytes for file in files], np.int64)
-    filled = number[sizes > 0]
-    source = Spans(filled, zero[filled], sizes[filled], filled, zero[filled], np.full(len(filled), NO_CRC, np.int64))
-    begin, end = segments.byte_offset, segments.byte_offset + segments.nbytes
-    wanted = Spans(segments.file, begin, end, segments.file, begin, np.full(len(begin), NO_CRC, np.int64))
-    copies = plan(Catalogue(tensors, files, source), Catalogue(tensors, files, wanted))
-    with closing(ReaderPool(surveyed.store)) as pool:
-        sources = pool.sources([file.path for file in files])
-        return transfer(copies, sources, [NowhereSink() for _ in files], options=options).target_crc
-
-
-def _segments(catalogue: Catalogue) -> Segments:
-    """Cut every file in header and chunks; in one piece where no chunks are known."""
-    number = np.arange(len(catalogue.files))
-    sizes = np.array([file.nbytes for file in catalogue.files], np.int64)
-    header = np.array([file.header_nbytes for file in catalogue.files], np.int64)
-    if not len(catalogue.chunk_file):
-        header = sizes
-    file = np.concatenate([number, catalogue.chunk_file])
-    offset = np.concatenate([np.zeros(len(number), np.int64), catalogue.chunk_byte_offset])
-    nbytes = np.concatenate([header, catalogue.chunk_nbytes])
-    chunk = np.concatenate([np.full(len(number), -1, np.int64), np.arange(len(catalogue.chunk_file))])
-    order = np.lexsort((chunk, offset, file))
-    segments = Segments(file, offset, nbytes, chunk).take(order)
-    return segments.take(segments.nbytes > 0)
-
-
-def _untiled(catalogue: Catalogue, segments: Segments) -> list[int]:
-    """Give the files whose segments overlap, or leave bytes out."""
-    expected = np.array([file.nbytes for file in catalogue.files], np.int64)
-    total = np.bincount(segments.file, weights=segments.nbytes, minlength=len(expected)).astype(np.int64)
-    follows = np.diff(segments.file) == 0
-    ends = segments.byte_offset + segments.nbytes
-    broken = segments.file[1:][follows & (segments.byte_offset[1:] != ends[:-1])]
-    return sorted({*broken.tolist(), *np.flatnonzero(total != expected).tolist()})
-
-
-def _file_crcs(catalogue: Catalogue, segments: Segments, found: I64) -> dict[int, int]:
-    """Give the checksum of every file that was read whole."""
-    expected = np.array([file.nbytes for file in catalogue.files], np.int64)
-    total = np.bincount(segments.file, weights=segments.nbytes, minlength=len(expected)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(segments.file, prepend=-1))
-    crcs = combine_groups(found.astype(np.uint32), segments.nbytes, starts).tolist()
-    numbers = segments.file[starts].tolist()
-    return {number: crc for number, crc in zip(numbers, crcs, strict=True) if total[number] == expected[number]}
 
 
 def _size_problems(catalogue: Catalogue, number: int, found: int | None) -> list[Problem]:
@@ -260,8 +194,3 @@ def _size(store: Store, path: str, listed: dict[str, int]) -> int | None:
             return reader.nbytes
     except (CheckpointNotFoundError, FormatError):  # or something that is no file
         return None
-
-
-def _take(values: I64, index: I64) -> I64:
-    """Give `values[index]`, anything where the index is negative."""
-    return values[index] if len(values) else np.full(len(index), NO_CRC, np.int64)
