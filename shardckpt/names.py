@@ -61,7 +61,7 @@ def name_of_key(key: str) -> str:
 
 
 def unescaped(text: str) -> str:
-    """Give the key that stands as `text` in a name, if it is one text key: undoes what `plain` and `escaped` do to it."""
+    """Give the text key that stands as `text` in a name: undoes what `plain` and `escaped` did to it."""
     return _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text)
 
 

@@ -12,7 +12,6 @@ rows for column shards. Intersections with more levels are expanded into several
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -75,19 +74,18 @@ class Plan:
         return self.target.chunk_file[self.copies.dst_chunk]
 
 
-def plan(source: Catalogue, target: Catalogue, *, renamed: Mapping[str, str] | None = None) -> Plan:
+def plan(source: Catalogue, target: Catalogue) -> Plan:
     """Find the copies that give every chunk of `target` its bytes.
 
     Args:
         source: What is there.
         target: What is wanted; only its tensors need to be in `source`, under the same name or an alias.
-        renamed: Target name -> source name, where they differ.
 
     Raises:
         MismatchError: If a tensor is missing in the source, or its dtype or global shape differs.
         CoverageError: If the source chunks leave a hole in a wanted region, or overlap.
     """
-    tensor_map = _match(source, target, renamed or {})
+    tensor_map = _match(source, target)
     boxed = _boxed_tensors(source, target, tensor_map)
     parts = [_plan_spans(source, target, tensor_map, boxed)]
     parts += [_plan_boxes(source, target, int(tensor_map[t]), t) for t in np.flatnonzero(boxed).tolist()]
@@ -108,9 +106,9 @@ def prove_coverage(source: Catalogue) -> None:
     plan(source, Catalogue(source.tensors, source.files, Spans(index, zero, numel[index], zero, zero, zero)))
 
 
-def _match(source: Catalogue, target: Catalogue, renamed: Mapping[str, str]) -> I64:
+def _match(source: Catalogue, target: Catalogue) -> I64:
     """Give the source index of each target tensor. # [target tensors]"""
-    names = [renamed.get(tensor.name, tensor.name) for tensor in target.tensors]
+    names = [tensor.name for tensor in target.tensors]
     missing = [name for name in names if name not in source.by_name]
     if missing:
         raise MismatchError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
 from shardckpt.checksum import crc32c
 from shardckpt.committed import check_space, with_chunk_crcs
 from shardckpt.container import FileSet
+from shardckpt.derivation import Derivation
 from shardckpt.endpoints import FileSink, NowhereSink, Source
 from shardckpt.plan import Copies, Plan, plan
 from shardckpt.storage import Store
@@ -39,7 +40,7 @@ def write_files(
     store: Store,
     *,
     options: TransferOptions,
-    renamed: Mapping[str, str] | None = None,
+    derivation: Derivation | None = None,
     before_commit: Callable[[], None] | None = None,
 ) -> Written:
     """Write every file of `target`, its bytes taken from `source`; all appear at the end, or none.
@@ -50,7 +51,8 @@ def write_files(
         target: What to write.
         store: Where to.
         options: How.
-        renamed: Target name -> source name, where they differ.
+        derivation: How the tensors come from those of `source`; None if they are the same. With it, chunks get no
+            checksums, unless they are only renamed.
         before_commit: Called once when all bytes are written and durable, just before the first file appears.
 
     Raises:
@@ -59,11 +61,12 @@ def write_files(
         CorruptError: If bytes of the source are not those recorded.
         StorageError: If reading or writing fails.
     """
-    copies = plan(source, target.catalogue, renamed=renamed)
+    derivation = derivation or Derivation(target.catalogue)
+    copies = plan(source, derivation.wanted)
     check_space(store, target.nbytes)
     sinks = [
-        FileSink(store, file.path, header, file.nbytes)
-        for file, header in zip(target.catalogue.files, target.headers, strict=True)
+        derivation.sink(number, FileSink(store, file.path, header, file.nbytes))
+        for number, (file, header) in enumerate(zip(target.catalogue.files, target.headers, strict=True))
     ]
     report = transfer(copies, sources, sinks, options=options)
     pending = list(sinks)
@@ -79,7 +82,9 @@ def write_files(
         for sink in pending:
             sink.abort()
         raise
-    catalogue = with_chunk_crcs(target.catalogue, report.target_crc)
+    catalogue = target.catalogue
+    if derivation.is_chunkwise:
+        catalogue = with_chunk_crcs(catalogue, report.target_crc)
     return Written(catalogue, tuple(crc32c(header) for header in target.headers), target.nbytes)
 
 

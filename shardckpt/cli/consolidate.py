@@ -13,6 +13,7 @@ from shardckpt.cli.verb import Verb
 from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.storage import Store, split_url
 from shardckpt.tools.consolidate import Tied, consolidate, plan_consolidate, refuse_taken
+from shardckpt.tools.recast import NewDtype
 from shardckpt.tools.selection import Choice
 
 
@@ -20,6 +21,7 @@ from shardckpt.tools.selection import Choice
 @options.source
 @click.argument("destination", metavar="OUT")
 @options.choosing
+@options.dtype
 @click.option("--optimizer", is_flag=True, help="Take all tensors, under their full names, not the weights alone.")
 @click.option(
     "--tied",
@@ -37,6 +39,7 @@ def command(
     destination: str,
     only: tuple[str, ...],
     skip: tuple[str, ...],
+    dtype: NewDtype | None,
     optimizer: bool,
     tied: str,
     writing: options.Writing,
@@ -51,7 +54,7 @@ def command(
     folder, name = split_url(destination)
     target = open_at(folder)
     started = time.monotonic()
-    job = plan_consolidate(open_at(source), name, choice=Choice(only, skip, optimizer), tied=Tied(tied))
+    job = plan_consolidate(open_at(source), name, choice=Choice(only, skip, optimizer), tied=Tied(tied), dtype=dtype)
     num_tensors = len(job.files.catalogue.tensors)
     facts: Row = {"source": source, "destination": destination, "num_tensors": num_tensors}
     if writing.is_dry_run:
@@ -61,4 +64,4 @@ def command(
     with output.progress("consolidate", job.files.nbytes) as on_progress:
         how = writing.transfer_options(on_progress)
         leftovers = consolidate(job, target, overwrite=writing.is_overwriting, options=how)
-    write_result(output, facts, job.files, started, leftovers)
+    write_result(output, facts, job.files, started, leftovers, job.derivation.conversions)

@@ -16,6 +16,7 @@ from shardckpt.errors import listing
 from shardckpt.storage import Store, split_url
 from shardckpt.tools.companions import CONFIG_PATH, Companions, find_companions
 from shardckpt.tools.export import expected_of, export, plan_export, refuse_taken
+from shardckpt.tools.recast import NewDtype
 from shardckpt.tools.selection import Choice
 
 
@@ -31,6 +32,7 @@ from shardckpt.tools.selection import Choice
 )
 @click.option("--max-shard-size", type=options.ByteSize(), help="Most bytes in a file. [default: all in one]")
 @options.choosing
+@options.dtype
 @options.writing
 @options.storage
 @click.pass_obj
@@ -43,6 +45,7 @@ def command(
     max_shard_size: int | None,
     only: tuple[str, ...],
     skip: tuple[str, ...],
+    dtype: NewDtype | None,
     writing: options.Writing,
     open_at: Callable[[str], Store],
 ) -> None:
@@ -59,6 +62,7 @@ def command(
         expected=expected,
         companions=companions,
         max_file_bytes=max_shard_size,
+        dtype=dtype,
     )
     facts: Row = {
         "source": source,
@@ -72,7 +76,7 @@ def command(
         return
     with output.progress("export", job.files.nbytes) as on_progress:
         leftovers = export(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
-    write_result(output, facts, job.files, started, leftovers)
+    write_result(output, facts, job.files, started, leftovers, job.derivation.conversions)
 
 
 def _likeness(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
-from shardckpt.catalogue import Catalogue, Tensor
+from shardckpt.catalogue import Catalogue
 from shardckpt.committed import read_committed
 from shardckpt.container import FileSet
+from shardckpt.derivation import Derivation
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import CheckpointExistsError, listing
 from shardckpt.formats.huggingface import lay_out_files
 from shardckpt.manifest import MANIFEST_PATH
 from shardckpt.storage import Store
-from shardckpt.tools.selection import Choice, Selection, select
+from shardckpt.tools.recast import NewDtype, recast
+from shardckpt.tools.selection import Choice, fanned_out, select
 from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 
@@ -37,16 +38,18 @@ class ConsolidateJob:
         source: What the checkpoint holds.
         store: Its root.
         files: The one file that will be written.
-        renamed: Name in it -> name in the checkpoint.
+        derivation: How its tensors come from the checkpoint's.
     """
 
     source: Catalogue
     store: Store
     files: FileSet
-    renamed: Mapping[str, str]
+    derivation: Derivation
 
 
-def plan_consolidate(source: Store, name: str, *, choice: Choice, tied: Tied = Tied.ONCE) -> ConsolidateJob:
+def plan_consolidate(
+    source: Store, name: str, *, choice: Choice, tied: Tied = Tied.ONCE, dtype: NewDtype | None = None
+) -> ConsolidateJob:
     """Work out the file.
 
     Args:
@@ -54,15 +57,20 @@ def plan_consolidate(source: Store, name: str, *, choice: Choice, tied: Tied = T
         name: The file's name.
         choice: Which tensors.
         tied: What becomes of tensors with several names.
+        dtype: Another dtype for some of them; None to keep all.
 
     Raises:
-        MismatchError: As `select`.
+        MismatchError: As `select` and `recast`.
     """
     found = read_committed(source)
     selection = select(found, choice)
     if tied is Tied.BOTH:
-        selection = untied(selection)
-    return ConsolidateJob(found.catalogue, source, lay_out_files([(name, selection.tensors)]), selection.renamed)
+        selection = fanned_out(selection, lambda tensor: (tensor.name, *tensor.aliases))
+    if dtype is not None:
+        selection = recast(selection, dtype)
+    files = lay_out_files([(name, selection.tensors)])
+    derivation = Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)
+    return ConsolidateJob(found.catalogue, source, files, derivation)
 
 
 def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options: TransferOptions) -> tuple[str, ...]:
@@ -86,7 +94,7 @@ def consolidate(job: ConsolidateJob, target: Store, *, overwrite: bool, options:
     leftovers = target.discard_temporaries(path)
     with closing(ReaderPool(job.store)) as pool:
         sources = pool.sources([file.path for file in job.source.files])
-        write_files(job.source, sources, job.files, target, options=options, renamed=job.renamed)
+        write_files(job.source, sources, job.files, target, options=options, derivation=job.derivation)
     return leftovers
 
 
@@ -104,14 +112,3 @@ def refuse_taken(target: Store, paths: list[str], *, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{target.url!r} has {listing(taken)} already; choose another destination, or ask to overwrite it"
         )
-
-
-def untied(selection: Selection) -> Selection:
-    """Give the selection with a tensor for every name."""
-    tensors: list[Tensor] = []
-    renamed = dict(selection.renamed)
-    for tensor in selection.tensors:
-        names = (tensor.name, *tensor.aliases)
-        tensors += [replace(tensor, name=name, aliases=()) for name in names]
-        renamed |= {name: renamed.get(tensor.name, tensor.name) for name in names}
-    return Selection(tuple(tensors), renamed)

@@ -165,7 +165,7 @@ def _namings(origin: Origin) -> list[dict[str, Tensor]]:
         by_name = origin.catalogue.by_name
         ways.append(
             {
-                name: tensors[by_name[weights.renamed.get(tensor.name, tensor.name)]]
+                name: tensors[by_name[weights.source_names(tensor)[0]]]
                 for tensor in weights.tensors
                 for name in (tensor.name, *tensor.aliases)
             }

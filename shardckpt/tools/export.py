@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shardckpt.catalogue import Catalogue, Tensor
+from shardckpt.catalogue import Catalogue
 from shardckpt.committed import read_committed
 from shardckpt.container import FileSet
+from shardckpt.derivation import Derivation
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchError, listing
 from shardckpt.formats.huggingface import INDEX_PATH, is_weights_path, lay_out_folder, read_folder
 from shardckpt.storage import TEMPORARY_SUFFIX, Store
 from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
-from shardckpt.tools.selection import Choice, Selection, select
+from shardckpt.tools.recast import NewDtype, recast
+from shardckpt.tools.selection import Choice, Selection, fanned_out, select
 from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 
@@ -30,7 +32,7 @@ class ExportJob:
         source: What the checkpoint holds.
         store: Its root.
         files: The weights.
-        renamed: Name in them -> name in the checkpoint.
+        derivation: How their tensors come from the checkpoint's.
         small_files: Path -> bytes of the files beside the weights, the index not among them.
         index: The index, if there are several files of weights.
     """
@@ -38,7 +40,7 @@ class ExportJob:
     source: Catalogue
     store: Store
     files: FileSet
-    renamed: Mapping[str, str]
+    derivation: Derivation
     small_files: Mapping[str, bytes]
     index: bytes | None
 
@@ -50,6 +52,7 @@ def plan_export(
     expected: Catalogue | None,
     companions: Companions | None,
     max_file_bytes: int | None,
+    dtype: NewDtype | None = None,
 ) -> ExportJob:
     """Work out the folder.
 
@@ -59,19 +62,23 @@ def plan_export(
         expected: Names and shapes that the model should have; None if they are not known.
         companions: The files that go along.
         max_file_bytes: As for `lay_out_folder`.
+        dtype: Another dtype for some of them; None to keep all.
 
     Raises:
-        MismatchError: If names or shapes are not the expected ones, or as `select`.
+        MismatchError: If names or shapes are not the expected ones, or as `select` and `recast`.
     """
     found = read_committed(source)
     selection = select(found, choice)
     if expected is not None:
         selection = fitted(selection, expected)
+    if dtype is not None:
+        selection = recast(selection, dtype)
     files, index = lay_out_folder(selection.tensors, max_file_bytes=max_file_bytes)
     small = {path: companions.read(path) for path in companions.paths} if companions else {}
     if CONFIG_PATH in small:
         small[CONFIG_PATH] = config_in_step(small[CONFIG_PATH], selection.tensors)
-    return ExportJob(found.catalogue, source, files, selection.renamed, small, index)
+    derivation = Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)
+    return ExportJob(found.catalogue, source, files, derivation, small, index)
 
 
 def export(job: ExportJob, target: Store, *, overwrite: bool, options: TransferOptions) -> tuple[str, ...]:
@@ -108,7 +115,7 @@ def export(job: ExportJob, target: Store, *, overwrite: bool, options: TransferO
                 job.files,
                 target,
                 options=options,
-                renamed=job.renamed,
+                derivation=job.derivation,
                 before_commit=make_ready,
             )
         if job.index is not None:
@@ -130,17 +137,18 @@ def fitted(selection: Selection, expected: Catalogue) -> Selection:
         MismatchError: If names are missing or left over, or shapes differ; names all of them.
     """
     shapes = {tensor.name: tensor.shape for tensor in expected.tensors}
-    tensors: list[Tensor] = []
-    renamed: dict[str, str] = {}
-    unexpected, reshaped = [], []
-    for tensor in selection.tensors:
-        names = [name for name in (tensor.name, *tensor.aliases) if name in shapes]
-        unexpected += [] if names else [tensor.name]
-        reshaped += [f"{n} {tensor.shape} instead of {shapes[n]}" for n in names if shapes[n] != tensor.shape]
-        others = tuple(name for name in (tensor.name, *tensor.aliases) if name not in shapes)
-        tensors += [replace(tensor, name=n, aliases=others if n == names[0] else ()) for n in names]
-        renamed |= {name: selection.renamed.get(tensor.name, tensor.name) for name in names}
-    missing = [name for name in shapes if name not in renamed]
+    names_of = {
+        tensor.name: [name for name in (tensor.name, *tensor.aliases) if name in shapes] for tensor in selection.tensors
+    }
+    unexpected = [name for name, names in names_of.items() if not names]
+    reshaped = [
+        f"{name} {tensor.shape} instead of {shapes[name]}"
+        for tensor in selection.tensors
+        for name in names_of[tensor.name]
+        if shapes[name] != tensor.shape
+    ]
+    found = {name for names in names_of.values() for name in names}
+    missing = [name for name in shapes if name not in found]
     wrong = [
         f"{what} {listing(items)}"
         for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
@@ -151,7 +159,7 @@ def fitted(selection: Selection, expected: Catalogue) -> Selection:
             f"the checkpoint does not fit the model: {'; '.join(wrong)}. Name the folder of the same model, or only "
             "its config.json if the weights there are of another one."
         )
-    return Selection(tuple(tensors), renamed)
+    return fanned_out(selection, lambda tensor: names_of[tensor.name])
 
 
 def expected_of(like: Store) -> Catalogue | str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shardckpt.catalogue import Catalogue
 from shardckpt.committed import Destination, Draft, commit, prepare
 from shardckpt.container import FileSet
+from shardckpt.derivation import Derivation
 from shardckpt.endpoints import ReaderPool
 from shardckpt.layout import RankChunks
 from shardckpt.shard_file import lay_out_shards
@@ -60,8 +61,9 @@ def rewrite(job: Rewrite, target: Store, *, overwrite: bool, options: TransferOp
     files = job.files
     if destination.token:
         files = lay_out_shards(job.draft.tensors, job.chunks, job.draft.naming(destination.token))
+    derivation = Derivation.renaming(files.catalogue, job.renamed)
     with closing(ReaderPool(job.store)) as pool:
         sources = pool.sources([file.path for file in job.source.files])
-        written = write_files(job.source, sources, files, target, options=options, renamed=job.renamed)
+        written = write_files(job.source, sources, files, target, options=options, derivation=derivation)
     commit(destination, job.draft, written.catalogue, written.headers_crc)
     return destination

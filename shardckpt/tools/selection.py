@@ -5,14 +5,16 @@ Knows sections and patterns; refuses to know the format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from shardckpt import names
 from shardckpt.catalogue import Tensor
+from shardckpt.derivation import Piece
 from shardckpt.errors import MismatchError, listing
 from shardckpt.manifest import Stored, sections_of
+from shardckpt.region import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,15 @@ class Selection:
 
     Attributes:
         tensors: In the order of the checkpoint; names and aliases are the new ones.
-        renamed: New name -> name in the checkpoint, where they differ.
+        pieces: New name -> what the tensor is made of, unless it is the checkpoint's of that name.
     """
 
     tensors: tuple[Tensor, ...]
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+
+    def source_names(self, tensor: Tensor) -> list[str]:
+        """Give the names, in the checkpoint, of what a tensor is made of."""
+        return [piece.source for piece in self.pieces.get(tensor.name, ())] or [tensor.name]
 
 
 def select(found: Stored, choice: Choice) -> Selection:
@@ -69,6 +75,19 @@ def select(found: Stored, choice: Choice) -> Selection:
         return Selection(tuple(tensor for tensors in chosen.values() for tensor in tensors))
     ((section, tensors),) = chosen.items()
     return _without_prefix(section, tensors)
+
+
+def fanned_out(selection: Selection, names_of: Callable[[Tensor], Sequence[str]]) -> Selection:
+    """Give the selection with a tensor for each name that `names_of` gives of one; all are made of the same pieces."""
+    tensors: list[Tensor] = []
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for tensor in selection.tensors:
+        found = names_of(tensor)
+        others = tuple(name for name in (tensor.name, *tensor.aliases) if name not in found)
+        tensors += [replace(tensor, name=name, aliases=others if name == found[0] else ()) for name in found]
+        whole_tensor = (Piece(tensor.name, whole(tensor.shape)),)
+        pieces |= {name: selection.pieces.get(tensor.name, whole_tensor) for name in found}
+    return Selection(tuple(tensors), pieces)
 
 
 def tensors_by_section(found: Stored) -> dict[str, list[Tensor]]:
@@ -129,6 +148,6 @@ def _without_prefix(section: str, tensors: Iterable[Tensor]) -> Selection:
                 return names.unescaped(name[len(prefix) :])
         return name
 
-    renamed = {bare(tensor.name): tensor.name for tensor in tensors}
+    pieces = {bare(tensor.name): (Piece(tensor.name, whole(tensor.shape)),) for tensor in tensors}
     aliased = (replace(t, name=bare(t.name), aliases=tuple(bare(alias) for alias in t.aliases)) for t in tensors)
-    return Selection(tuple(aliased), renamed)
+    return Selection(tuple(aliased), pieces)

@@ -14,7 +14,6 @@ from shardckpt.committed import with_chunk_crcs
 from shardckpt.container import FileSet
 from shardckpt.derivation import Derivation
 from shardckpt.endpoints import MemorySource
-from shardckpt.derivation import Derivation
 from shardckpt.errors import CorruptError, MismatchError, NoSpaceError, StorageError
 from shardckpt.layout import Layout, Mesh, regions, single_bucket
 from shardckpt.local_store import LocalStore, LocalWriter

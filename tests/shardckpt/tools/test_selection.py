@@ -38,7 +38,7 @@ def test_an_escaped_section_loses_its_prefix_too(tmp_path: Path) -> None:
     found = stored(tmp_path, ["a%2Eb.c%2Ed", "other"], {"a.b": "module", "other": "value"})
     selection = select(found, Choice())
     assert [tensor.name for tensor in selection.tensors] == ["c.d"]
-    assert selection.renamed == {"c.d": "a%2Eb.c%2Ed"}
+    assert selection.source_names(selection.tensors[0]) == ["a%2Eb.c%2Ed"]
 
 
 @given(st.text(max_size=12), st.text(max_size=12))
