@@ -192,7 +192,12 @@ class S3Object:
                 client.abort_multipart_upload(**self._at, UploadId=upload)
 
         try:
-            self._connection.run("abort the upload of", self.path, request, deadline_s=_ABORT_DEADLINE_S)
+            self._connection.run(
+                "abort the upload of",
+                self.path,
+                request,
+                deadline_s=min(_ABORT_DEADLINE_S, self._connection.deadline_s),
+            )
         except StorageError:
             self._connection.is_out_of_reach = True
             raise
