@@ -104,6 +104,8 @@ def test_nothing_imports_torch(tmp_path: Path) -> None:
         ["inspect", ours, "--tensors"],
         ["verify", ours],
         ["diff", hf, f"{out}/exported"],
+        ["cp", ours, f"{out}/copy", "--read-back"],
+        ["repair", ours],
     ]
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH.format(lines=lines)], capture_output=True, text=True, check=False, cwd=tmp_path

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shardckpt.catalogue import Tensor
 from shardckpt.committed import Draft, commit, prepare, read_committed
 from shardckpt.errors import MismatchError, UnsupportedError
-from shardckpt.layout import Bucket, Layout, Mesh, regions
+from shardckpt.layout import Bucket, Layout, regions
 from shardckpt.plan import prove_coverage
 from shardckpt.shard_file import lay_out_shards
 from shardckpt.storage import open_store
@@ -19,7 +18,8 @@ from shardckpt.tools.reshard import plan_reshard
 from shardckpt.tools.rewrite import rewrite
 from shardckpt.transfer import Sizes, TransferOptions
 from shardckpt.write_files import write_files
-from tests.shardckpt.checkpoints import DTYPES, Arrays, in_memory, read_checkpoint, write_checkpoint
+from tests.shardckpt.checkpoints import DTYPES, in_memory, read_checkpoint, write_checkpoint
+from tests.shardckpt.tools.meshes import write_on_mesh
 
 ROWS = (0, 1, 2, 3, 5, 7, 10, 17, 4097)
 SMALL = TransferOptions(budget_bytes=1 << 16, sizes=Sizes(piece_bytes=4096, step_bytes=1024, batch_bytes=2048))
@@ -105,25 +105,12 @@ def test_any_budget_and_number_of_workers_gives_the_same_files(tmp_path: Path) -
     assert all(_data(tmp_path / str(number)) == first for number in range(1, 4))
 
 
-def _on_mesh(root: Path, arrays: Arrays, axes: list[int], cuts: list[tuple[int, int]]) -> None:
-    """Write arrays cut over a mesh."""
-    source, sources = in_memory(arrays)
-    tensors: tuple[Tensor, ...] = source.tensors
-    layout = Layout([], [], [Mesh(axes, cuts, list(range(len(tensors))))])
-    world_size = int(np.prod(axes))
-    draft = Draft(1, world_size, {"model": "module"}, tensors, layout, {"model": {}})
-    destination = prepare(open_store(root), overwrite=False)
-    files = lay_out_shards(tensors, regions(layout, tensors, world_size), draft.naming(""))
-    written = write_files(source, sources, files, destination.store, options=SMALL)
-    commit(destination, draft, written.catalogue, written.headers_crc)
-
-
 @pytest.mark.parametrize("cuts", [[(0, 0)], [(0, 0), (1, 1)], [(1, 1)], [(1, 0), (0, 1)]])
 def test_meshes_grow_along_their_first_axis(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
     """Row shards, column shards and both: 4 x 2 ranks to 3 x 2 are the files of a save on 3 x 2."""
     arrays = {f"model.w{rows}": _tagged("float32", rows, (rows, 5)) for rows in ROWS}
-    _on_mesh(tmp_path / "a", arrays, [4, 2], cuts)
-    _on_mesh(tmp_path / "b", arrays, [3, 2], cuts)
+    write_on_mesh(tmp_path / "a", arrays, [4, 2], cuts)
+    write_on_mesh(tmp_path / "b", arrays, [3, 2], cuts)
     _reshard(tmp_path / "a", tmp_path / "c", 6)
     assert _shards(tmp_path / "c").keys() == _shards(tmp_path / "b").keys()
     found = read_checkpoint(str(tmp_path / "c"))
@@ -140,7 +127,7 @@ def _shards(root: Path) -> dict[str, bytes]:
 
 def test_a_mesh_that_cannot_have_so_many_ranks_is_refused(tmp_path: Path) -> None:
     """The inner axis has to divide the world size."""
-    _on_mesh(tmp_path / "a", {"model.w": np.zeros((8, 8))}, [4, 2], [(0, 0), (1, 1)])
+    write_on_mesh(tmp_path / "a", {"model.w": np.zeros((8, 8))}, [4, 2], [(0, 0), (1, 1)])
     with pytest.raises(UnsupportedError, match="choose a multiple, or another layout"):
         plan_reshard(open_store(tmp_path / "a"), to_ranks=3)
 
