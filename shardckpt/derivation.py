@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardckpt.catalogue import Catalogue, CatalogueBuilder
-from shardckpt.elements import decode, encode
-from shardckpt.endpoints import Bytes, Sink
+from shardckpt.conversion import Conversion, ConvertingSink, Stretch, Tally
+from shardckpt.endpoints import Sink
 from shardckpt.errors import MismatchError
 from shardckpt.region import Region, whole
-
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,50 +25,6 @@ class Piece:
 
     source: str
     region: Region
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """How many numbers of one target tensor were changed by being written in another dtype.
-
-    Attributes:
-        name: The tensor.
-        dtype: What it was.
-        to_dtype: What it is.
-        numel: Its elements.
-        num_rounded: Elements that are no longer equal to what they were.
-        num_overflowed: Of these, finite ones that became infinite.
-    """
-
-    name: str
-    dtype: str
-    to_dtype: str
-    numel: int
-    num_rounded: int
-    num_overflowed: int
-
-    def plus(self, more: Conversion) -> Conversion:
-        """Give the sum of two parts of one tensor."""
-        return replace(
-            self,
-            numel=self.numel + more.numel,
-            num_rounded=self.num_rounded + more.num_rounded,
-            num_overflowed=self.num_overflowed + more.num_overflowed,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Bytes of one piece, as read and as written."""
-
-    name: str
-    begin: int  # where it is read to, in bytes of the file that `wanted` describes
-    real_begin: int  # where it belongs in the real file
-    numel: int
-    dtype: str
-    to_dtype: str
-    item_bytes: int
-    to_item_bytes: int
 
 
 class Derivation:
@@ -85,7 +37,7 @@ class Derivation:
     """
 
     def __init__(
-        self, wanted: Catalogue, converted: Mapping[int, Sequence[_Stretch]] | None = None, *, is_chunkwise: bool = True
+        self, wanted: Catalogue, converted: Mapping[int, Sequence[Stretch]] | None = None, *, is_chunkwise: bool = True
     ) -> None:
         self.wanted = wanted
         self.is_chunkwise = is_chunkwise
@@ -112,7 +64,7 @@ class Derivation:
         """
         builder = CatalogueBuilder()
         builder.tensors, builder.files = list(source.tensors), list(target.files)
-        converted: dict[int, list[_Stretch]] = {}
+        converted: dict[int, list[Stretch]] = {}
         ends = [file.header_nbytes for file in target.files]
         for chunk in np.lexsort((target.chunk_byte_offset, target.chunk_file)).tolist():
             tensor, file = target.tensors[int(target.chunk_tensor[chunk])], int(target.chunk_file[chunk])
@@ -123,7 +75,7 @@ class Derivation:
                 index = source.by_name[part.source]
                 origin = source.tensors[index]
                 builder.add_chunk(index, part.region, file=file, byte_offset=ends[file])
-                stretch = _Stretch(
+                stretch = Stretch(
                     tensor.name,
                     ends[file],
                     real,
@@ -149,70 +101,6 @@ class Derivation:
     def conversions(self) -> list[Conversion]:
         """What was converted so far, by tensor."""
         return self._tally.conversions
-
-
-class Tally:
-    """Counts what is converted, by tensor; safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._found: dict[str, Conversion] = {}
-
-    def add(self, more: Conversion) -> None:
-        """Count a part of a tensor."""
-        with self._lock:
-            before = self._found.get(more.name)
-            self._found[more.name] = more if before is None else before.plus(more)
-
-    @property
-    def conversions(self) -> list[Conversion]:
-        """What was counted, one a tensor."""
-        return list(self._found.values())
-
-
-class ConvertingSink(Sink):
-    """Writes elements in other dtypes than they come in; takes whole elements only."""
-
-    def __init__(self, inner: Sink, stretches: Sequence[_Stretch], tally: Tally) -> None:
-        self._tally = tally
-        self.is_sequential, self.is_remote, self.part_bytes = inner.is_sequential, inner.is_remote, inner.part_bytes
-        self._inner = inner
-        self._stretches = [one for one in stretches if one.numel]
-        self._begins = np.array([one.begin for one in self._stretches], np.int64)
-
-    def write(self, byte_offset: int, data: Bytes) -> None:
-        done = 0
-        while done < len(data):
-            number = int(np.searchsorted(self._begins, byte_offset + done, side="right")) - 1
-            stretch = self._stretches[number]
-            within = byte_offset + done - stretch.begin
-            nbytes = min(len(data) - done, stretch.numel * stretch.item_bytes - within)
-            first, rest = divmod(within, stretch.item_bytes)
-            assert rest == nbytes % stretch.item_bytes == 0, "transfers cut between elements"
-            at = stretch.real_begin + first * stretch.to_item_bytes
-            self._inner.write(at, self._converted(stretch, data[done : done + nbytes]))
-            done += nbytes
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def commit(self) -> None:
-        self._inner.commit()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def _converted(self, stretch: _Stretch, data: Bytes) -> Bytes:
-        if stretch.dtype == stretch.to_dtype:
-            return data
-        before = decode(data, stretch.dtype)
-        out = encode(before, stretch.to_dtype)
-        after = decode(out, stretch.to_dtype)
-        is_changed = (before != after) & ~np.isnan(before)
-        is_overflowed = is_changed & np.isfinite(before) & ~np.isfinite(after)
-        counts = len(before), int(is_changed.sum()), int(is_overflowed.sum())
-        self._tally.add(Conversion(stretch.name, stretch.dtype, stretch.to_dtype, *counts))
-        return out
 
 
 def _check_pieces(name: str, numel: int, pieces: Sequence[Piece], source: Catalogue) -> None:

@@ -10,7 +10,7 @@ from shardckpt.cli.options import Writing
 from shardckpt.cli.output import Output, Row, Value
 from shardckpt.committed import check_space
 from shardckpt.container import FileSet
-from shardckpt.derivation import Conversion
+from shardckpt.conversion import Conversion
 from shardckpt.errors import listing
 from shardckpt.storage import Store
 
