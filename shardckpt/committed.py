@@ -47,6 +47,11 @@ _OWN_FILE = re.compile(
 )
 
 
+def is_own_file(path: str) -> bool:
+    """Tell whether a file's name is one that only a save gives: shards, chunk tables, temporary files."""
+    return _OWN_FILE.fullmatch(path) is not None
+
+
 @dataclass(frozen=True)
 class Draft:
     """A checkpoint that is not yet written: all but files and chunks.
@@ -159,12 +164,12 @@ def survey_destination(store: Store, *, overwrite: bool) -> Destination:
                 f"{store.url!r} holds a checkpoint already; choose another destination, or ask to overwrite it"
             )
         return Destination(store, secrets.token_hex(4), ())
-    foreign = [path for path in found if not _OWN_FILE.fullmatch(path)]
+    foreign = [path for path in found if not is_own_file(path)]
     if foreign and not overwrite:
         raise CheckpointExistsError(
             f"{store.url!r} is not empty: it has {listing(foreign)}; choose another destination, or ask to overwrite"
         )
-    return Destination(store, "", tuple(path for path in found if _OWN_FILE.fullmatch(path)))
+    return Destination(store, "", tuple(path for path in found if is_own_file(path)))
 
 
 def prepare(store: Store, *, overwrite: bool) -> Destination:
@@ -181,7 +186,7 @@ def prepare(store: Store, *, overwrite: bool) -> Destination:
 
 
 def _discard_unfinished(store: Store) -> tuple[str, ...]:
-    return store.discard_unfinished(lambda path: _OWN_FILE.fullmatch(path) is not None)
+    return store.discard_unfinished(is_own_file)
 
 
 def check_space(store: Store, nbytes: int) -> None:
@@ -231,7 +236,7 @@ def commit(destination: Destination, draft: Draft, written: Catalogue, headers_c
     if destination.token:
         named = {MANIFEST_PATH, table_path, *(file.path for file in written.files)}
         for path in store.list():
-            if path not in named and _OWN_FILE.fullmatch(path):
+            if path not in named and is_own_file(path):
                 store.delete(path)
     return manifest
 
@@ -270,6 +275,6 @@ def _what_is_there(store: Store) -> str:
     inner = sorted(path.removesuffix(f"/{MANIFEST_PATH}") for path in found if path.endswith(f"/{MANIFEST_PATH}"))
     if inner:
         return f"{store.url!r} holds no checkpoint itself, but {listing(inner)}; name one of these"
-    if any(_OWN_FILE.fullmatch(path) for path in found):
+    if any(is_own_file(path) for path in found):
         return f"{store.url!r} holds an unfinished save (shard files, but no manifest); use another checkpoint"
     return f"there is no checkpoint at {store.url!r}: it has {listing(found)} but no {MANIFEST_PATH}; check the path"

@@ -15,6 +15,7 @@ COMMANDS = {
     "verify": "Check that a checkpoint is whole and undamaged.",
     "diff": "Compare the tensors of two checkpoints or Hugging Face folders.",
     "cp": "Copy a checkpoint, between any two stores, verified.",
+    "prune": "Remove old checkpoints of a run, and the remains of unfinished saves.",
     "repair": "Rebuild a lost or damaged manifest from the shard files.",
 }
 """Command -> its one sentence; `cli/<command>.py` holds it, as `command`."""

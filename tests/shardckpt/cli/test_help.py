@@ -65,6 +65,7 @@ def _prepare(folder: Path, example: str) -> None:
     """Make what an example reads: a checkpoint of 8 ranks, a model of the same weights, a config."""
     arrays = {"model.embed.weight": np.arange(60.0).reshape(10, 6), "model.head.weight": np.arange(24.0).reshape(4, 6)}
     write_checkpoint(str(folder / "step-000100"), arrays, world_size=8)
+    write_checkpoint(str(folder / "runs" / "a" / "step-000100"), arrays, world_size=2)
     run("export", folder / "step-000100", folder / "llama-hf")
     (folder / "config.json").write_text('{"model_type": "llama"}')
     if example.startswith("shardckpt export"):
