@@ -7,24 +7,34 @@ as they are written. The plan sees source tensors only: `wanted` lists the piece
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardckpt.catalogue import Catalogue, CatalogueBuilder
-from shardckpt.conversion import Conversion, ConvertingSink, Stretch, Tally
+from shardckpt.catalogue import Catalogue, CatalogueBuilder, Tensor
+from shardckpt.conversion import Conversion, ConvertingSink, Form, Stretch, Tally
 from shardckpt.endpoints import Sink
 from shardckpt.errors import MismatchError
-from shardckpt.region import Region, whole
+from shardckpt.region import Box, Region, normalise, whole
+
+BLOCK_BYTES = 4 << 20
+"""So many columns are transposed together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region of a source tensor."""
+    """A region of a source tensor.
+
+    Attributes:
+        source: The tensor.
+        region: Of it; normalised.
+        is_transposed: The tensor has two dims, the region is all of it, and it is stored with these swapped.
+    """
 
     source: str
     region: Region
+    is_transposed: bool = False
 
 
 class Derivation:
@@ -64,7 +74,7 @@ class Derivation:
         """
         builder = CatalogueBuilder()
         builder.tensors, builder.files = list(source.tensors), list(target.files)
-        converted: dict[int, list[Stretch]] = {}
+        stretches: dict[int, list[Stretch]] = {}
         ends = [file.header_nbytes for file in target.files]
         for chunk in np.lexsort((target.chunk_byte_offset, target.chunk_file)).tolist():
             tensor, file = target.tensors[int(target.chunk_tensor[chunk])], int(target.chunk_file[chunk])
@@ -74,21 +84,14 @@ class Derivation:
             for part in parts:
                 index = source.by_name[part.source]
                 origin = source.tensors[index]
-                builder.add_chunk(index, part.region, file=file, byte_offset=ends[file])
-                stretch = Stretch(
-                    tensor.name,
-                    ends[file],
-                    real,
-                    part.region.numel,
-                    origin.dtype,
-                    tensor.dtype,
-                    origin.item_bytes,
-                    tensor.item_bytes,
-                )
-                converted.setdefault(file, []).append(stretch)
-                ends[file] += part.region.numel * origin.item_bytes
-                real += part.region.numel * tensor.item_bytes
-        changed = {file: s for file, s in converted.items() if any(one.dtype != one.to_dtype for one in s)}
+                for region, num_rows in _runs(part, origin):
+                    builder.add_chunk(index, region, file=file, byte_offset=ends[file])
+                    come, go = Form(origin.dtype, origin.item_bytes), Form(tensor.dtype, tensor.item_bytes)
+                    stretch = Stretch(tensor.name, ends[file], real, region.numel, come, go, num_rows)
+                    stretches.setdefault(file, []).append(stretch)
+                    ends[file] += region.numel * come.item_bytes
+                    real += region.numel * go.item_bytes
+        changed = {file: s for file, s in stretches.items() if any(one.is_changed for one in s)}
         return cls(builder.build(), changed, is_chunkwise=False)
 
     def sink(self, file: int, inner: Sink) -> Sink:
@@ -101,6 +104,18 @@ class Derivation:
     def conversions(self) -> list[Conversion]:
         """What was converted so far, by tensor."""
         return self._tally.conversions
+
+
+def _runs(piece: Piece, origin: Tensor) -> Iterator[tuple[Region, int]]:
+    """Cut a piece into the regions that are converted together, each with its number of rows if it is transposed."""
+    if not piece.is_transposed:
+        yield piece.region, 0
+        return
+    rows, columns = origin.shape
+    step = max(1, BLOCK_BYTES // max(rows * origin.item_bytes, 1))
+    for first in range(0, columns if rows else 0, step):
+        box = Box((0, first), (rows, min(step, columns - first)))
+        yield normalise(box, origin.shape, fqn=origin.name), rows
 
 
 def _check_pieces(name: str, numel: int, pieces: Sequence[Piece], source: Catalogue) -> None:

@@ -17,6 +17,7 @@ from shardckpt.storage import Store, split_url
 from shardckpt.tools.companions import CONFIG_PATH, Companions, find_companions
 from shardckpt.tools.export import expected_of, export, plan_export, refuse_taken
 from shardckpt.tools.recast import NewDtype
+from shardckpt.tools.rules_file import MAX_RULES_NBYTES, Rule, parse_rules
 from shardckpt.tools.selection import Choice
 
 
@@ -30,6 +31,7 @@ from shardckpt.tools.selection import Choice
     help="A folder of the same model, whose config, tokenizer and other files beside the weights go along, and whose "
     "weights say which names and shapes to expect; or a config.json.",
 )
+@click.option("--rules", metavar="FILE", help="Rename, split, fuse, transpose or leave out tensors; see above.")
 @click.option("--max-shard-size", type=options.ByteSize(), help="Most bytes in a file. [default: all in one]")
 @options.choosing
 @options.dtype
@@ -42,6 +44,7 @@ def command(
     destination: str,
     to: str,
     like: str | None,
+    rules: str | None,
     max_shard_size: int | None,
     only: tuple[str, ...],
     skip: tuple[str, ...],
@@ -52,6 +55,11 @@ def command(
     """Write the weights of a checkpoint as a Hugging Face folder.
 
     DST gets model.safetensors, or numbered files and their index, and what --like says; transformers loads it.
+
+    A rules file holds {"rules": [...]}, each rule {"from": NAME, "to": NAME}. In names, {i} stands for a part without
+    dots, {rest*} for any text. Several names in "to" split a tensor, several in "from" fuse them, along "dim" (0), in
+    "sizes", "groups" times in turn; null in "to" leaves it out; "transpose": true swaps two dims. The first rule that
+    fits is used.
     """
     target = open_at(destination)
     started = time.monotonic()
@@ -63,6 +71,7 @@ def command(
         companions=companions,
         max_file_bytes=max_shard_size,
         dtype=dtype,
+        rules=_rules(rules, open_at),
     )
     facts: Row = {
         "source": source,
@@ -77,6 +86,13 @@ def command(
     with output.progress("export", job.files.nbytes) as on_progress:
         leftovers = export(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
     write_result(output, facts, job.files, started, leftovers, job.derivation.conversions)
+
+
+def _rules(url: str | None, open_at: Callable[[str], Store]) -> list[Rule]:
+    if url is None:
+        return []
+    folder, name = split_url(url)
+    return parse_rules(open_at(folder).get(name, max_nbytes=MAX_RULES_NBYTES), url)
 
 
 def _likeness(

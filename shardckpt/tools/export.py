@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
@@ -16,8 +16,11 @@ from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchErr
 from shardckpt.formats.huggingface import INDEX_PATH, is_weights_path, lay_out_folder, read_folder
 from shardckpt.storage import TEMPORARY_SUFFIX, Store
 from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
+from shardckpt.tools.name_rules import apply_rules
 from shardckpt.tools.recast import NewDtype, recast
+from shardckpt.tools.rules_file import Rule
 from shardckpt.tools.selection import Choice, Selection, fanned_out, select
+from shardckpt.tools.wrappers import without_wrappers
 from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 
@@ -53,6 +56,7 @@ def plan_export(
     companions: Companions | None,
     max_file_bytes: int | None,
     dtype: NewDtype | None = None,
+    rules: Sequence[Rule] = (),
 ) -> ExportJob:
     """Work out the folder.
 
@@ -63,12 +67,13 @@ def plan_export(
         companions: The files that go along.
         max_file_bytes: As for `lay_out_folder`.
         dtype: Another dtype for some of them; None to keep all.
+        rules: How they become the tensors of the other program.
 
     Raises:
-        MismatchError: If names or shapes are not the expected ones, or as `select` and `recast`.
+        MismatchError: If names or shapes are not the expected ones, or as `select`, `apply_rules` and `recast`.
     """
     found = read_committed(source)
-    selection = select(found, choice)
+    selection = apply_rules(without_wrappers(select(found, choice)), rules)
     if expected is not None:
         selection = fitted(selection, expected)
     if dtype is not None:
