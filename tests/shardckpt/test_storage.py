@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardckpt.errors import CheckpointNotFoundError, FormatError, NoSpaceError, StorageError
+from shardckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, NoSpaceError, StorageError
 from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.storage import Store, open_store, split_url
 from shardckpt.store import temporary_name
@@ -138,6 +138,25 @@ class StorageContract(ABC):
         store.put("m.json", b"2nd")
         assert store.get("m.json", max_nbytes=10) == b"2nd"
 
+    def test_a_put_that_must_be_new_refuses_a_file_that_is_there(self, store: Store) -> None:
+        """The file stays as it was; the message says what happened and what to do."""
+        store.put("m.json", b"first", is_new=True)
+        with pytest.raises(CheckpointExistsError, match=r"m\.json' appeared meanwhile: another save .*choose another"):
+            store.put("m.json", b"2nd", is_new=True)
+        assert store.get("m.json", max_nbytes=10) == b"first"
+        assert store.list() == {"m.json": 5}
+
+    @pytest.mark.parametrize("found", [0, 4, 6])
+    def test_a_file_of_another_size_than_announced_is_not_published(self, store: Store, found: int) -> None:
+        """Too little or too much is an error before the commit."""
+        writer = store.create("b.bin", nbytes=5)
+        with pytest.raises(StorageError, match=rf"b\.bin' has {found} bytes after the write, expected 5; save again"):
+            if found:
+                writer.write(0, CONTENT[:found])
+            writer.finish()
+        writer.abort()
+        assert store.list() == {}
+
     def test_list_gives_paths_below_the_root_with_sizes(self, store: Store) -> None:
         """Files in folders are listed with `/`; a root that is not there is empty."""
         assert store.list() == {}
@@ -258,6 +277,31 @@ class TestLocalStore(StorageContract):
         with pytest.raises(NoSpaceError, match=r"cannot write '/dev/full'.*Free some room") as caught:
             writer.write(0, CONTENT)
         assert (caught.value.errno, caught.value.path) == (errno.ENOSPC, "/dev/full")
+
+    def test_a_disk_without_the_room_is_known_at_once(
+        self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A large file for which no room can be reserved is not begun, and leaves nothing."""
+
+        def refuse(_: int, nbytes: int) -> None:
+            assert nbytes == 1 << 30
+            raise OSError(errno.ENOSPC, "full")
+
+        monkeypatch.setattr("shardckpt.local_store._reserve", refuse)
+        with pytest.raises(NoSpaceError, match=r"cannot write '.*/big'.*Free some room"):
+            store.create("big", nbytes=1 << 30)
+        assert list((tmp_path / "root").iterdir()) == []
+
+    def test_room_is_reserved_without_a_change_of_size(self, store: Store, tmp_path: Path) -> None:
+        """What was reserved and not written is no part of the file: it is not whole."""
+        writer = store.create("big", nbytes=4 << 20)
+        writer.write(0, bytes(1 << 20))
+        (temporary,) = (tmp_path / "root").iterdir()
+        assert temporary.stat().st_size == 1 << 20
+        with pytest.raises(StorageError, match="has 1048576 bytes after the write, expected 4194304; save again"):
+            writer.finish()
+        writer.abort()
+        assert store.list() == {}
 
     def test_an_abort_closes_no_descriptor_but_its_own(self, store: Store, tmp_path: Path) -> None:
         """A descriptor number that was reused after the end of a file is left alone."""
