@@ -194,12 +194,11 @@ def test_requests_are_few_large_and_bounded(s3_proxy: Proxy, s3_root: S3Root) ->
     assert 2 <= s3_proxy.most_at_once <= 8
 
 
-@pytest.mark.parametrize("budget_mib", [20, 40])
-def test_memory_of_an_upload_stays_within_the_budget(budget_mib: int, s3_root: S3Root) -> None:
-    """However large the file, no more of it is held than the budget allows, and several parts are under way."""
+def test_memory_of_an_upload_stays_within_the_budget(s3_root: S3Root) -> None:
+    """However large the file, no more of it is held than the budget allows."""
     import tracemalloc  # here, as it slows down what it watches
 
-    content = np.random.default_rng(1).integers(0, 256, 100 << 20, dtype=np.uint8)
+    content = np.random.default_rng(1).integers(0, 256, 72 << 20, dtype=np.uint8)
     builders = [CatalogueBuilder(), CatalogueBuilder()]
     for builder in builders:
         builder.add_tensor(Tensor("x", "U8", content.shape))
@@ -211,10 +210,10 @@ def test_memory_of_an_upload_stays_within_the_budget(budget_mib: int, s3_root: S
     sink = FileSink(store, "x", b"", content.nbytes)
     tracemalloc.start()
     try:
-        transfer(copies, [MemorySource(content)], [sink], options=TransferOptions(budget_bytes=budget_mib << 20))
+        transfer(copies, [MemorySource(content)], [sink], options=TransferOptions(budget_bytes=32 << 20))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     sink.commit()
     assert store.list() == {"x": content.nbytes}
-    assert peak < (budget_mib + 2) << 20
+    assert 16 << 20 < peak < 34 << 20

@@ -57,10 +57,8 @@ class TestS3Store(StorageContract):
         assert found["ChecksumCRC32C"].endswith("-3")
         assert store.get("a.bin", max_nbytes=1 << 30) == CONTENT.tobytes()
 
-    def test_a_file_that_is_not_whole_is_not_published(
-        self, store: Store, s3_server: S3Server, s3_root: S3Root
-    ) -> None:
-        """A hole, wherever it is, is an error at the end, and nothing appears."""
+    def test_a_hole_between_parts_is_not_published(self, store: Store) -> None:
+        """A byte that never came, wherever it is, is an error at the end, and nothing appears."""
         for hole in (0, PART_BYTES, len(CONTENT) - 1):
             writer = store.create("a.bin", nbytes=len(CONTENT))
             writer.write(0, CONTENT[:hole])
@@ -69,8 +67,6 @@ class TestS3Store(StorageContract):
             with pytest.raises(StorageError, match=text):
                 writer.finish()
             writer.abort()
-        with pytest.raises(StorageError, match="expected 3; save again"):
-            store.create("b.bin", nbytes=3).write(0, b"1234")
         assert store.list() == {}
 
     def test_an_abort_leaves_no_upload(self, store: Store, s3_server: S3Server, s3_root: S3Root) -> None:
@@ -97,10 +93,7 @@ class TestS3Store(StorageContract):
             store.create(path, nbytes=5).write(0, b"12")
         assert store.list() == {}
         assert store.discard_unfinished(lambda path: path == "one") == ("one",)
-        assert [key.removeprefix(s3_root.prefix) for key in s3_server.uploads(s3_root.prefix)] == [
-            "/folder/one",
-            "/two",
-        ]
+        assert set(s3_server.uploads(s3_root.prefix)) == {f"{s3_root.prefix}/two", f"{s3_root.prefix}/folder/one"}
         assert set(store.discard_unfinished(lambda path: True)) == {"two", "folder/one"}
 
     def test_a_put_that_must_be_new_never_overwrites(self, store: Store, s3_root: S3Root) -> None:

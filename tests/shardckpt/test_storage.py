@@ -150,10 +150,13 @@ class StorageContract(ABC):
     def test_a_file_of_another_size_than_announced_is_not_published(self, store: Store, found: int) -> None:
         """Too little or too much is an error before the commit."""
         writer = store.create("b.bin", nbytes=5)
-        with pytest.raises(StorageError, match=rf"b\.bin' has {found} bytes after the write, expected 5; save again"):
-            if found:
-                writer.write(0, CONTENT[:found])
+
+        def write() -> None:
+            writer.write(0, CONTENT[:found])
             writer.finish()
+
+        with pytest.raises(StorageError, match=rf"b\.bin' has {found} bytes after the write, expected 5; save again"):
+            write()
         writer.abort()
         assert store.list() == {}
 
