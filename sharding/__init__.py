@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
-    from sharding.fully_shard import FullyShardedDataParallel, fully_shard
+    from sharding.fsdp import FullyShardedDataParallel
+    from sharding.fully_shard import fully_shard
     from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from sharding.state_dict import (
         LocalTensor,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "errors": ("LoadError", "ShardingError", "StateError", "UnsupportedError", "WrapError"),
-    "fully_shard": ("FullyShardedDataParallel", "fully_shard"),
+    "fsdp": ("FullyShardedDataParallel",),
+    "fully_shard": ("fully_shard",),
     "policy": ("BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"),
     "state_dict": (
         "LocalTensor",

@@ -90,8 +90,10 @@ class Bucket:
         self._version = -1  # of the shard when it was gathered
         self._gradients: torch.Tensor | None = None  # [numel], reduce dtype
         self._has_gradient = [False] * len(self.members)  # its place in `_gradients` is filled
-        self._has_arrived = [False] * len(self.members)  # in this backward
+        self._has_arrived = [False] * len(self.members)  # since all had last arrived, or backward began
+        self._is_complete = False
         self._kept: list[torch.Tensor | None] = []  # `.grad` of parameters that are always whole, during backward
+        self._reduced: list[torch.Tensor] = []  # [shard_numel] each, what this backward has reduced
         with torch.no_grad():
             self._make_parameters()
         self._free_whole()
@@ -103,8 +105,8 @@ class Bucket:
 
     @property
     def is_complete(self) -> bool:
-        """True if every parameter's gradient has come in this backward."""
-        return all(self._has_arrived)
+        """True if every parameter's gradient has come in this backward, and they are not yet given up."""
+        return self._is_complete
 
     @property
     def has_gradients(self) -> bool:
@@ -214,26 +216,35 @@ class Bucket:
 
     def begin_backward(self) -> None:
         """Set aside the gradients of earlier steps where autograd would add to them."""
-        self._has_arrived = [False] * len(self.members)
+        self._has_arrived, self._is_complete = [False] * len(self.members), False
         if self.is_always_whole:
             self._kept = [member.shard.grad for member in self.members]
             for member in self.members:
                 member.shard.grad = None
 
     def end_backward(self) -> None:
-        """Give back what `begin_backward` set aside and no reduction took up."""
-        self._has_arrived = [False] * len(self.members)
+        """Give the spans the gradients of this backward, beside those of earlier ones."""
         for member, kept in zip(self.members, self._kept, strict=False):
-            if kept is not None:
-                member.shard.grad = kept if member.shard.grad is None else kept.add_(member.shard.grad)
-        self._kept = []
+            member.shard.grad = kept
+        for reduced in self._reduced:
+            for index, member in enumerate(self.members):
+                view = self._span_of(reduced, index).view(member.shard.shape)
+                if member.shard.grad is None:
+                    member.shard.grad = view
+                else:
+                    member.shard.grad.add_(view)
+        self._kept, self._reduced = [], []
 
-    def take_gradient(self, index: int) -> None:
-        """Move a whole parameter's gradient into the reduce buffer, adding to what is there, and free it."""
+    def take_gradient(self, index: int) -> bool:
+        """Move a whole parameter's gradient into the reduce buffer, adding to what is there, and free it.
+
+        Returns:
+            True if with this one all parameters' gradients have come, again.
+        """
         parameter = self.members[index].whole
         gradient = parameter.grad
         if gradient is None:
-            return
+            return False
         parameter.grad = None
         if self._gradients is None:
             self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
@@ -244,6 +255,11 @@ class Bucket:
         else:
             place.copy_(gradient)
         self._has_gradient[index] = self._has_arrived[index] = True
+        if not all(self._has_arrived):
+            return False
+        # A module that runs twice under reentrant checkpoints gets all its gradients twice.
+        self._has_arrived, self._is_complete = [False] * len(self.members), True
+        return True
 
     def give_up_gradients(self) -> torch.Tensor:
         """Give the reduce buffer away, zeros where there is no gradient. # [numel]"""
@@ -253,14 +269,18 @@ class Bucket:
             self._zero_gaps(self._gradients)
         gradients, self._gradients = self._gradients, None
         self._has_gradient = [False] * len(self.members)
-        self._has_arrived = [False] * len(self.members)
+        self._is_complete = False
         return gradients
 
     def drop_gradients(self) -> None:
-        """Forget gradients that are not reduced."""
+        """Forget gradients of a backward that was cut short, and those that waited for reduction."""
         self._gradients = None
+        self._reduced = []
+        for member, kept in zip(self.members, self._kept, strict=False):
+            member.shard.grad = kept
+        self._kept = []
         self._has_gradient = [False] * len(self.members)
-        for member in self.members:
+        for member in () if self.is_always_whole else self.members:
             member.whole.grad = None
 
     def _zero_gaps(self, gradients: torch.Tensor) -> None:
@@ -273,11 +293,9 @@ class Bucket:
         gradients[position:].zero_()
 
     def give_gradients(self, reduced: torch.Tensor) -> None:
-        """Set or add to the spans' `.grad`. `reduced` is [shard_numel], the mean over the ranks."""
-        reduced = reduced.to(self.kind.dtype)
-        for index, member in enumerate(self.members):
-            view = self._span_of(reduced, index).view(member.shard.shape)
-            if member.shard.grad is None:
-                member.shard.grad = view
-            else:
-                member.shard.grad.add_(view)
+        """Keep reduced gradients until backward ends: autograd may still be adding to `.grad` of whole parameters.
+
+        Args:
+            reduced: The mean over the ranks. # [shard_numel]
+        """
+        self._reduced.append(reduced.to(self.kind.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.collectives import Group
 from sharding.errors import WrapError
@@ -22,7 +23,7 @@ class Groups:
 def groups_for(
     strategy: ShardingStrategy,
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-    mesh: dist.DeviceMesh | None,
+    mesh: DeviceMesh | None,
 ) -> Groups:
     """Give the groups that a strategy needs.
 

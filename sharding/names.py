@@ -28,11 +28,11 @@ class Place:
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """Give the name of the child that a wrapper of ours or of torch's passes on to, or None if `module` is no wrapper."""
+    """Give the name of the child that a wrapper, ours or torch's, passes on to; None if `module` is no wrapper."""
     if isinstance(module, Wrapper):
         return module.wrapped_name
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return _FOREIGN.get(kind)
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_FOREIGN[kind] for kind in kinds if kind in _FOREIGN), None)
 
 
 _FOREIGN = {

@@ -13,16 +13,15 @@ the same sequence on each group, as long as it runs the same units.
 
 from __future__ import annotations
 
-import torch
-from torch.utils import _pytree as pytree
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from sharding.bucket import Bucket, BucketState
+import torch
+
+from sharding.bucket import Bucket
 from sharding.collectives import Group
 from sharding.policy import BackwardPrefetch
 from sharding.unit import Reduction, Unit
-
-Arguments = tuple[object, ...]
-Keywords = dict[str, object]
 
 MAX_REDUCTIONS = 2
 """Reductions under way at a time: more would hold more reduce buffers."""
@@ -43,10 +42,11 @@ class Runtime:
         self.is_syncing = True
         self._backward_prefetch = backward_prefetch
         self._forward_prefetch = forward_prefetch
-        self._is_in_forward = False
+        self._outermost: Unit | None = None  # the unit whose forward is under way, around all others
         self._is_in_backward = False
         self._order: list[Unit] = []  # units as their forwards ended since the last backward, with multiplicity
         self._last_order: list[Unit] = []  # of the forward before
+        self._uses: Counter[Unit] = Counter()  # forwards of each unit through which backward has not gone yet
         self._cursor = 0  # how far back in `_order` backward has come
         self._to_reduce: list[tuple[Unit, Bucket]] = []  # in the agreed order; see [Note: order of collectives]
         self._reductions: list[tuple[Unit, Reduction]] = []
@@ -59,13 +59,11 @@ class Runtime:
 
     def pre_forward(self, unit: Unit, is_root: bool) -> None:
         """Make a unit whole, and start the gather of the one that ran next in the last forward."""
-        if _is_in_autograd():  # a checkpointed region runs again
+        if is_in_autograd():  # a checkpointed region runs again
             unit.unshard()
             return
-        if is_root:
-            if self._is_in_forward or self._is_in_backward:
-                self.reset()
-            self._is_in_forward = True
+        if is_root or self._outermost is None or self._outermost is unit:
+            self._begin_forward(unit)
         unit.unshard()
         if self._forward_prefetch:
             position = len(self._order)
@@ -73,37 +71,43 @@ class Runtime:
             if following:
                 following[0].gather()
 
-    def post_forward(self, unit: Unit, is_root: bool, output: object) -> None:
-        """Free a unit's parameters, and watch for backward to reach its outputs."""
-        needs_backward = self._watch(unit, output)
-        if _is_in_autograd():
+    def _begin_forward(self, unit: Unit) -> None:
+        if self._outermost is not None or self._is_in_backward:
+            self.reset()
+        self._outermost = unit
+
+    def post_forward(
+        self, unit: Unit, is_root: bool, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Free a unit's parameters, and watch for backward to reach its outputs, and to leave by its inputs.
+
+        Args:
+            unit: It has run.
+            is_root: True if no unit is above it.
+            inputs: Tensors whose gradients come last in its backward, if that is to be watched.
+            outputs: Those whose gradients come first.
+        """
+        if outputs:
+            _on_gradients(outputs[:], lambda: self.pre_backward(unit), after=1)
+            self._uses[unit] += 1
+            _on_gradients(inputs, lambda: self._leave(unit), after=len(inputs))
+        if is_in_autograd():
             return
         self._order.append(unit)
-        if unit.strategy.reshards_after_forward and not (is_root and needs_backward):
+        is_outermost = unit is self._outermost
+        if unit.strategy.reshards_after_forward and not (is_outermost and outputs):
             unit.reshard()
-        if is_root:
-            self._is_in_forward = False
-            self._last_order = list(self._order)
-            if not needs_backward:
-                self._order.clear()
-            for other in self.units:
-                if not needs_backward or (other.buckets and other.buckets[0].state is BucketState.GATHERING):
-                    other.reshard()
+        if is_outermost:
+            self._end_forward(needs_backward=bool(outputs))
 
-    def _watch(self, unit: Unit, output: object) -> bool:
-        """Call `pre_backward` once when the gradient of an output is there; tell if any output takes a gradient."""
-        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        is_pending = True
-
-        def reach(gradient: torch.Tensor) -> None:
-            nonlocal is_pending
-            if is_pending:
-                is_pending = False
-                self.pre_backward(unit)
-
-        for tensor in tensors:
-            tensor.register_hook(reach)
-        return bool(tensors)
+    def _end_forward(self, *, needs_backward: bool) -> None:
+        self._outermost = None
+        self._last_order = list(self._order)
+        if not needs_backward:
+            self._order.clear()
+        for other in self.units:
+            if not needs_backward or other.is_gathering:
+                other.reshard()
 
     # Backward
 
@@ -121,10 +125,16 @@ class Runtime:
         if position > 0 and self._backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._order[position - 1].gather()
 
+    def _leave(self, unit: Unit) -> None:
+        """Free a unit when backward has gone through all of its uses."""
+        self._uses[unit] -= 1
+        if not self._uses[unit]:
+            unit.reshard()
+
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self._cursor = len(self._order)
-        first_use = dict.fromkeys(self._order)
+        first_use = dict.fromkeys(self._order or self._last_order)
         self._to_reduce = [(u, b) for u in reversed(first_use) for b in reversed(u.buckets) if b.is_trainable]
         for unit in self.units:
             for bucket in unit.buckets:
@@ -135,8 +145,7 @@ class Runtime:
         """Take one parameter's gradient; when a bucket has all, free it and reduce what is next in order."""
         if not self._is_in_backward:
             self._begin_backward()
-        bucket.take_gradient(index)
-        if not bucket.is_complete:
+        if not bucket.take_gradient(index):
             return
         bucket.reshard()
         if self._backward_prefetch is BackwardPrefetch.BACKWARD_POST and self._cursor > 0:
@@ -169,12 +178,12 @@ class Runtime:
         self._clear()
 
     def reset(self) -> None:
-        """Forget a step that an exception cut short: whole parameters, gradients under way, and the order."""
+        """Forget a step that an exception cut short: whole parameters, the order, gradients of a backward under way."""
         for _, reduction in self._reductions:
             reduction.work.wait()
         for unit in self.units:
             unit.reshard()
-            for bucket in unit.buckets:
+            for bucket in unit.buckets if self._is_in_backward else ():
                 bucket.drop_gradients()
         self._clear()
 
@@ -182,7 +191,9 @@ class Runtime:
         self._reductions.clear()
         self._to_reduce.clear()
         self._order.clear()
-        self._is_in_forward = self._is_in_backward = False
+        self._uses.clear()
+        self._outermost = None
+        self._is_in_backward = False
 
 
 def _twin(group: Group, twins: dict[object, Group]) -> Group:
@@ -192,6 +203,20 @@ def _twin(group: Group, twins: dict[object, Group]) -> Group:
     return twins[group.process_group]
 
 
-def _is_in_autograd() -> bool:
+def _on_gradients(tensors: Sequence[torch.Tensor], function: Callable[[], None], *, after: int) -> None:
+    """Call a function once, when `after` of the tensors' gradients have come."""
+    remaining = after
+
+    def count(gradient: torch.Tensor) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            function()
+
+    for tensor in tensors:
+        tensor.register_hook(count)  # type: ignore[no-untyped-call]
+
+
+def is_in_autograd() -> bool:
     """Tell whether the autograd engine is running on this thread."""
     return torch._C._current_graph_task_id() >= 0

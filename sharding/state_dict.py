@@ -114,7 +114,7 @@ def full_state_dict(
     whole: dict[int, torch.Tensor] = {}
     keeps = True
     for unit in units_below(module):
-        keeps = not rank0_only or unit.shards.rank == 0
+        keeps = not rank0_only or unit.shards.rank == unit.replicas.rank == 0
         for bucket in unit.buckets:
             whole |= {
                 id(m.shard): t for m, t in zip(bucket.members, bucket.gather_values(bucket.shard), strict=True) if keeps
@@ -151,16 +151,15 @@ def load_full_state_dict(
         raise LoadError(
             f"the state dict lacks {missing[:5]} and has {unexpected[:5]} too much; load it into the same model"
         )
-    for name, held in local.items():
-        if name not in state:
-            continue
-        value = state[name]
+    found = [(name, held, state[name]) for name, held in local.items() if name in state]
+    for name, held, value in found:
         if tuple(value.shape) != held.shape:
             raise LoadError(
-                f"cannot load {name!r}: the state dict has shape {tuple(value.shape)}, the module {held.shape}"
+                f"cannot load {name!r}: the state dict has shape {tuple(value.shape)}, the module {held.shape}; "
+                "build the model from the config that was saved"
             )
-        part = value.reshape(-1)[held.start : held.stop]
-        held.tensor.copy_(part.view(held.tensor.shape))
+    for _, held, value in found:
+        held.tensor.copy_(value.reshape(-1)[held.start : held.stop].view(held.tensor.shape))
     return missing, unexpected
 
 
@@ -177,7 +176,10 @@ def full_optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimize
     state: dict[str, dict[str, object]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found: dict[str, object] = dict(optimizer.state.get(parameter, {}))
+            found: dict[str, object] = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
             if id(parameter) in held:
                 _, bucket, index = held[id(parameter)]
                 for key, value in found.items():
@@ -221,7 +223,7 @@ def _local_part(value: object, held: LocalTensor, key: str) -> object:
     if isinstance(value, torch.Tensor) and tuple(value.shape) == held.shape and key != "step":
         part = value.reshape(-1)[held.start : held.stop].clone()
         return part.view(held.tensor.shape).to(held.tensor.device)
-    return value
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _members(module: nn.Module) -> dict[int, tuple[Unit, Bucket, int]]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sharding.bucket import Bucket, BucketKind, Member
-from sharding.collectives import Group, Work
+from sharding.bucket import Bucket, BucketKind, BucketState, Member
+from sharding.collectives import Work
 from sharding.policy import MixedPrecision, ShardingStrategy
+from sharding.settings import Settings
 
 
 class Unit:
@@ -25,38 +26,38 @@ class Unit:
         reduce_shards, reduce_replicas: The same ranks, for reductions; the runtime gives them an order of their own.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        members: Sequence[Member],
-        *,
-        strategy: ShardingStrategy,
-        precision: MixedPrecision,
-        shards: Group,
-        replicas: Group,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: nn.Module, members: Sequence[Member], settings: Settings, device: torch.device) -> None:
         """Sort the parameters into buckets and cut them.
 
         Collective:
             None; all ranks make the same units in the same order.
         """
         self.module = module
-        self.strategy = strategy
-        self.precision = precision
-        self.shards = self.reduce_shards = shards
-        self.replicas = self.reduce_replicas = replicas
-        self.world_size = shards.size * replicas.size
+        self.strategy = settings.strategy
+        self.precision = precision = settings.precision
+        self.shards = self.reduce_shards = settings.groups.shards
+        self.replicas = self.reduce_replicas = settings.groups.replicas
+        self.world_size = self.shards.size * self.replicas.size
         kinds: dict[BucketKind, list[Member]] = {}
         for member in members:
             assert member.original is not None
             kinds.setdefault(_kind(member.original, precision), []).append(member)
-        self.buckets = [Bucket(kind, group, shards, device) for kind, group in kinds.items()]
+        self.buckets = [Bucket(kind, group, self.shards, device) for kind, group in kinds.items()]
 
     @property
     def is_trainable(self) -> bool:
         """True if some bucket has gradients."""
         return any(bucket.is_trainable for bucket in self.buckets)
+
+    @property
+    def is_gathering(self) -> bool:
+        """True if a gather is under way that nobody has waited for."""
+        return any(bucket.state is BucketState.GATHERING for bucket in self.buckets)
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """True if some bucket has no gradients, by whose coming it would be freed."""
+        return not all(bucket.is_trainable for bucket in self.buckets)
 
     @property
     def is_replicated(self) -> bool:

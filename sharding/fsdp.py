@@ -1,0 +1,237 @@
+"""`FullyShardedDataParallel`: the interface of torch's class of that name, over units."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding import clip
+from sharding import state_dict as states
+from sharding.assignment import Ignored, assign
+from sharding.errors import UnsupportedError
+from sharding.fully_shard import make_unit
+from sharding.hooks import Hooks, hooks_below
+from sharding.initial import materialise, synchronise
+from sharding.mesh import groups_for
+from sharding.names import Wrapper
+from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from sharding.settings import Settings
+from sharding.wrap import Policy, units_to_wrap
+
+
+class FullyShardedDataParallel(Wrapper):
+    """Shards a module over ranks; the interface of `torch.distributed.fsdp.FullyShardedDataParallel`.
+
+    Differences, where torch leaves a choice: parameters keep their identity for the optimizer as one 1-D span each
+    (as torch's `use_orig_params=True`, in whatever way that is set), and parameters of different dtypes and of
+    different `requires_grad` may share a unit.
+    """
+
+    wrapped_name = "_fsdp_wrapped_module"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Make units of `module` and, with a policy, of modules below it.
+
+        Args:
+            module: The module to shard.
+            process_group: As for `fully_shard`.
+            sharding_strategy: None for FULL_SHARD.
+            cpu_offload: Not supported yet, other than `CPUOffload(False)`.
+            auto_wrap_policy: Which modules below become units.
+            backward_prefetch: When backward issues the next gather.
+            mixed_precision: Dtypes of computation and reduction.
+            ignored_modules: Modules that stay as they are.
+            param_init_fn: Materialises a module whose parameters are on the meta device; None for `reset_parameters`.
+            device_id: Where the shards lie.
+            sync_module_states: Give every rank the weights and buffers of rank 0 first.
+            forward_prefetch: Issue the next gather early in forward.
+            limit_all_gathers: True; at most one gather is ahead of its use in any case, so False is refused.
+            use_orig_params: Either; see the class.
+            ignored_states: Parameters, or modules, that stay as they are.
+            device_mesh: In place of `process_group`.
+
+        Collective:
+            All ranks call, with the same module.
+        """
+        super().__init__()
+        if cpu_offload is not None and cpu_offload.offload_params:
+            raise UnsupportedError("cpu_offload is not supported yet; leave it out")
+        if not limit_all_gathers:
+            raise UnsupportedError(
+                "limit_all_gathers=False: this runtime never runs more than one gather ahead; leave it out"
+            )
+        device = None if device_id is None else torch.device(device_id)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        groups = groups_for(strategy, process_group, device_mesh)
+        precision = mixed_precision or MixedPrecision()
+        settings = Settings(strategy, precision, groups, backward_prefetch, forward_prefetch, device)
+        ignored = Ignored.of(ignored_modules or (), ignored_states or ())
+        materialise(module, ignored, param_init_fn, device or torch.device("cpu"))
+        if sync_module_states:
+            synchronise(module, ignored, groups)
+        self._take(module, _wrap(module, auto_wrap_policy, ignored, settings))
+
+    def _take(self, module: nn.Module, hooks: Hooks) -> None:
+        self._fsdp_wrapped_module = module
+        self._hooks = hooks
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """When parameters are whole."""
+        return self._hooks.unit.strategy
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the shards."""
+        return self._hooks.unit.shards.process_group
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the shards."""
+        return self._hooks.unit.shards.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the shards."""
+        return self._hooks.unit.shards.size
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Dtypes of computation and reduction."""
+        return self._hooks.unit.precision
+
+    def check_is_root(self) -> bool:
+        """Tell whether no unit is above this one; makes it the root if none has been."""
+        self._hooks.start()
+        return self._hooks.is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Give all wrappers in `module`, or only those with none above."""
+        found = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        below = {inner for one in found for inner in one.modules() if inner is not one}
+        return [one for one in found if one not in below]
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass on to the wrapped module what this one does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == self.wrapped_name:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int) -> object:
+        """Pass on to a wrapped `Sequential` or list."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]  # as the wrapped module allows
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the wrapped module."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients unreduced, whole, until the next backward outside of this context."""
+        runtime = self._hooks.start()
+        before, runtime.is_syncing = runtime.is_syncing, False
+        try:
+            yield
+        finally:
+            runtime.is_syncing = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
+
+        Args:
+            max_norm: The ceiling.
+            norm_type: p of the p-norm; infinity for the largest absolute value.
+
+        Returns:
+            The norm before, the same on all ranks. # []
+
+        Collective:
+            All ranks; blocks. Only on the root.
+        """
+        if not self.check_is_root():
+            raise UnsupportedError("clip_grad_norm_ is for the root; call it on the outermost module")
+        return clip.clip_grad_norm(self, [h.unit for h in hooks_below(self)], max_norm, norm_type)
+
+    def state_dict(  # type: ignore[override]  # torch has overloads that differ in the destination's type only
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Give the full state by name, on every rank, as the module without sharding would.
+
+        Collective:
+            All ranks; blocks.
+        """
+        full = states.full_state_dict(self)
+        target: dict[str, Any] = {} if destination is None else destination
+        target.update({f"{prefix}{name}": value for name, value in full.items()})
+        return target
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a full state dict, which every rank has.
+
+        Collective:
+            None.
+        """
+        return states.load_full_state_dict(self, state_dict, strict=strict)
+
+
+def _wrap(root: nn.Module, policy: Policy | None, ignored: Ignored, settings: Settings) -> Hooks:
+    """Make units of `root` and of what a policy picks, put wrappers around the latter, and give the root's hooks."""
+    candidates = units_to_wrap(root, policy, ignored.modules) if policy is not None else {}
+    members = assign(root, [*candidates, root], ignored)
+    for candidate, arguments in candidates.items():
+        hooks = make_unit(candidate, members[candidate], settings.override(arguments))
+        _replace_child(root, candidate, _wrapper(candidate, hooks))
+    return make_unit(root, members[root], settings)
+
+
+def _wrapper(module: nn.Module, hooks: Hooks) -> FullyShardedDataParallel:
+    """Give the wrapper around a module that is a unit already."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    Wrapper.__init__(wrapper)
+    wrapper._take(module, hooks)
+    return wrapper
+
+
+def _replace_child(root: nn.Module, child: nn.Module, by: nn.Module) -> None:
+    for module in list(root.modules()):
+        if module is by:
+            continue
+        for name, found in list(module.named_children()):
+            if found is child:
+                setattr(module, name, by)

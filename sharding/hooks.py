@@ -1,0 +1,130 @@
+"""The hooks of one unit: where torch calls the runtime.
+
+Knows modules' and autograd's hooks, and what a call's inputs and outputs look like. Refuses to decide: when to gather,
+free and reduce is the runtime's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sharding.bucket import Bucket
+from sharding.runtime import Runtime
+from sharding.settings import Settings
+from sharding.unit import Unit
+
+Arguments = tuple[object, ...]
+Keywords = dict[str, object]
+
+
+class Hooks:
+    """The hooks that make a module a unit, and its place in the runtime.
+
+    Attributes:
+        unit: Its parameters.
+        settings: What was asked for.
+        runtime: What the units under one root share; None until the first forward.
+        is_root: True if no unit is above.
+    """
+
+    def __init__(self, unit: Unit, settings: Settings) -> None:
+        self.unit = unit
+        self.settings = settings
+        self.runtime: Runtime | None = None
+        self.is_root = False
+        module = unit.module
+        module.register_forward_pre_hook(untraced(self._pre_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(untraced(self._post_forward), with_kwargs=True)
+        for bucket in unit.buckets:
+            for index, member in enumerate(bucket.members):
+                if bucket.is_trainable:
+                    hook = untraced(self._gradient_hook(bucket, index))
+                    member.whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def start(self) -> Runtime:
+        """Give the runtime, making this unit the root if there is none yet.
+
+        Collective:
+            The first call on each rank makes process groups: all ranks of the groups call.
+        """
+        if self.runtime is None:
+            hooks = hooks_below(self.unit.module)
+            settings = self.settings
+            self.runtime = Runtime(
+                [one.unit for one in hooks],
+                backward_prefetch=settings.backward_prefetch,
+                forward_prefetch=settings.forward_prefetch,
+            )
+            for one in hooks:
+                one.runtime, one.is_root = self.runtime, one is self
+            _cast_buffers(self.unit.module, settings.precision.buffer_dtype)
+        return self.runtime
+
+    def _pre_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+        self.start().pre_forward(self.unit, self.is_root)
+        return self._cast_inputs(args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: object) -> None:
+        inputs = _differentiable((args, kwargs)) if self.unit.is_partly_frozen else []
+        self.start().post_forward(self.unit, self.is_root, inputs, _differentiable(output))
+
+    def _gradient_hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            self.start().take_gradient(self.unit, bucket, index)
+
+        return take
+
+    def _cast_inputs(self, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+        precision = self.unit.precision
+        dtype = precision.param_dtype
+        is_asked = precision.cast_forward_inputs or (self.is_root and precision.cast_root_forward_inputs)
+        if dtype is None or not is_asked:
+            return None
+
+        def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return cast(tuple[Arguments, Keywords], pytree.tree_map_only(torch.Tensor, cast_one, (args, kwargs)))
+
+
+def untraced(hook: Callable[..., object]) -> Callable[..., object]:
+    """Keep `torch.compile` from looking into a hook: it breaks the graph there."""
+    return cast(Callable[..., object], torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+
+
+def hooks_of(module: nn.Module) -> Hooks | None:
+    """Give the hooks of a module that is a unit, or None."""
+    found = getattr(module, "sharding_hooks", None)
+    return found if isinstance(found, Hooks) and found.unit.module is module else None
+
+
+def hooks_below(root: nn.Module) -> list[Hooks]:
+    """Give the hooks of all units in `root`, itself included, parents before children."""
+    return [found for module in root.modules() if (found := hooks_of(module)) is not None]
+
+
+def _differentiable(values: object) -> list[torch.Tensor]:
+    """Give the tensors in nested values that take a gradient; dataclasses and packed sequences are looked into too."""
+    if isinstance(values, torch.Tensor):
+        return [values] if values.requires_grad else []
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        return [t for field in dataclasses.fields(values) for t in _differentiable(getattr(values, field.name, None))]
+    if isinstance(values, Mapping):
+        return [t for value in values.values() for t in _differentiable(value)]
+    if isinstance(values, (list, tuple, set, frozenset)):
+        return [t for value in values for t in _differentiable(value)]
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def _cast_buffers(root: nn.Module, dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        return
+    for buffer in root.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
