@@ -58,6 +58,11 @@ def raw(name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return (values % 2 if dtype == "BOOL" else values).astype(np.uint8)
 
 
+def own_name(rank: int) -> str:
+    """Give the name of the tensor that one rank alone has."""
+    return f"loader.{rank}.order"
+
+
 def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Give dtype and shape of every tensor of the checkpoint, by name, aliases left out."""
     found = {f"model.{fqn}": spec for fqn, spec in MODULE.items()}
@@ -65,4 +70,5 @@ def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
         found[f"optimizer.state.{fqn}.step"] = ("F32", ())
         found |= {f"optimizer.state.{fqn}.{moment}": MODULE[fqn] for moment in MOMENTS}
     found |= {f"mesh.{key}": spec for key, spec in COLUMNS.items()}
+    found |= {own_name(rank): ("U8", (4,)) for rank in range(2)}
     return found | {f"odd.{key.replace('%', '%25') or '%e'}": ("U8", (4,)) for key in NAMES}

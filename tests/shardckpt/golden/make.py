@@ -9,15 +9,17 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardckpt
+from shardckpt import PerRank
 from shardckpt.tensors import TORCH_DTYPES
 from sharding import FullyShardedDataParallel, local_state_dict
 from tests.ranks import run_ranks
-from tests.shardckpt.golden.content import COLUMNS, MODULE, MOMENTS, NAMES, OBJECTS, TRAINED, raw
+from tests.shardckpt.golden.content import COLUMNS, MODULE, MOMENTS, NAMES, OBJECTS, TRAINED, own_name, raw
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -86,7 +88,16 @@ def state() -> dict[str, object]:
     mesh = init_device_mesh("cpu", (2,))
     cut = {key: _cut(tensor(f"mesh.{key}", *spec), mesh, int(key == "columns")) for key, spec in COLUMNS.items()}
     odd = {key: tensor(f"odd.{key.replace('%', '%25') or '%e'}", "U8", (4,)) for key in NAMES}
-    return {"model": model, "optimizer": optimizer, "scheduler": Scheduler(), "mesh": cut, "odd": odd, **OBJECTS}
+    own = {"epoch": dist.get_rank(), "order": tensor(own_name(dist.get_rank()), "U8", (4,))}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": Scheduler(),
+        "mesh": cut,
+        "odd": odd,
+        "loader": PerRank(own, "same"),
+        **OBJECTS,
+    }
 
 
 def _cut(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
