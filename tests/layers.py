@@ -31,7 +31,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("write_files", "checkpoint", "merge", "state", "formats/*"),
         ("wanted", "formats/origin", "rules"),
         ("loading", "save_phases", "tools/companions", "tools/rewrite", "tools/segments", "tools/selection"),
-        ("saving", "save_async", "tools/recast", "tools/templates", "tools/wrappers"),
+        ("saving", "save_async", "tools/holdings", "tools/recast", "tools/relayout", "tools/templates", "tools/wrappers"),
         ("tools/rules_file",),
         ("tools/name_rules",),
         ("manager",),

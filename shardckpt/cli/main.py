@@ -15,6 +15,8 @@ COMMANDS = {
     "verify": "Check that a checkpoint is whole and undamaged.",
     "diff": "Compare the tensors of two checkpoints or Hugging Face folders.",
     "cp": "Copy a checkpoint, between any two stores, verified.",
+    "plan": "Say what another command would do: files, bytes, memory, room.",
+    "map": "Draw who holds what: bytes by rank, and the ranges of each tensor.",
     "prune": "Remove old checkpoints of a run, and the remains of unfinished saves.",
     "repair": "Rebuild a lost or damaged manifest from the shard files.",
 }
