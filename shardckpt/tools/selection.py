@@ -91,14 +91,23 @@ def fanned_out(selection: Selection, names_of: Callable[[Tensor], Sequence[str]]
 
 
 def tensors_by_section(found: Stored) -> dict[str, list[Tensor]]:
-    """Give the tensors of each section that has any; the longest section that a name begins with counts."""
-    prefixes = {prefix: section for section in found.manifest.sections for prefix in _prefixes(section)}
-    longest_first = sorted(prefixes, key=len, reverse=True)
+    """Give the tensors of each section that has any."""
+    home = tensor_sections([tensor.name for tensor in found.catalogue.tensors], found.manifest.sections)
     result: dict[str, list[Tensor]] = {}
     for tensor in found.catalogue.tensors:
-        fitting = (prefixes[p] for p in longest_first if tensor.name.startswith(p) or tensor.name == p[:-1])
-        result.setdefault(next(fitting, ""), []).append(tensor)
+        result.setdefault(home[tensor.name], []).append(tensor)
     return result
+
+
+def tensor_sections(tensor_names: Iterable[str], sections: Iterable[str]) -> dict[str, str]:
+    """Give the section of each tensor: the longest that its name begins with, "" if there is none."""
+    prefixes = {prefix: section for section in sections for prefix in _prefixes(section)}
+    longest_first = sorted(prefixes, key=len, reverse=True)
+
+    def section_of(name: str) -> str:
+        return next((prefixes[p] for p in longest_first if name.startswith(p) or name == p[:-1]), "")
+
+    return {name: section_of(name) for name in tensor_names}
 
 
 def _prefixes(section: str) -> tuple[str, str]:

@@ -148,7 +148,7 @@ def test_a_checkpoint_without_a_rule_is_told_the_way_out(tmp_path: Path) -> None
     destination = prepare(open_store(tmp_path / "a"), overwrite=False)
     written = write_files(source, sources, files, destination.store, options=SMALL)
     commit(destination, draft, written.catalogue, written.headers_crc)
-    with pytest.raises(UnsupportedError, match="consolidate it and import the result"):
+    with pytest.raises(UnsupportedError, match="choose one, as in --layout flat"):
         plan_reshard(open_store(tmp_path / "a"), to_ranks=2)
 
 
