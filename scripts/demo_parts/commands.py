@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -87,9 +88,7 @@ def _run(
     try:
         with child.stdout or nullcontext() as output:
             text = output.read() if output else ""
-        was_stopped = _stop(child, stop_when) if stop_when else False
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
+        usage, was_stopped = _wait(child, stop_when)
     finally:
         watchdog.cancel()
         child.terminate()  # only if this was interrupted: torchrun then ends its ranks
@@ -98,14 +97,19 @@ def _run(
     return Done(text, time.perf_counter() - started, usage.ru_maxrss * _RSS_UNIT)
 
 
-def _stop(child: subprocess.Popen[str], stop_when: Callable[[], bool]) -> bool:
-    """Terminate the child when the condition holds; False if it went first."""
-    while not stop_when():
-        if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return False
+def _wait(child: subprocess.Popen[str], stop_when: Callable[[], bool] | None) -> tuple[resource.struct_rusage, bool]:
+    """Wait for the child, set its exit code, and give what it used; and whether it was terminated on the condition."""
+    was_stopped = False
+    while True:
+        waits = stop_when is None or was_stopped
+        pid, status, usage = os.wait4(child.pid, 0 if waits else os.WNOHANG)
+        if pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return usage, was_stopped
+        if stop_when is not None and stop_when():
+            os.kill(child.pid, signal.SIGTERM)
+            was_stopped = True
         time.sleep(0.05)
-    child.send_signal(signal.SIGTERM)
-    return True
 
 
 def _environment() -> dict[str, str]:
