@@ -50,6 +50,9 @@ class PerRank:
             raise UnsupportedError(f"PerRank has the rule {self.rule!r}; it can be {', '.join(RULES)}")
 
 
+MAX_DEPTH = 200
+"""Levels of nesting: JSON parsers have limits of their own, not far above."""
+
 RULES = ("error", "same", "broadcast", "drop")
 
 
@@ -73,6 +76,12 @@ def encode(value: object, path: Path, name_tensor: NameTensor, place: RankOf = R
     Raises:
         UnsupportedError: If something in `value` cannot be stored; names its path and type.
     """
+
+    if len(path) > MAX_DEPTH:
+        raise UnsupportedError(
+            f"cannot save {path_text(path[:3])}: it is nested more than {MAX_DEPTH} levels deep, or contains itself; "
+            "flatten it, or leave it out"
+        )
 
     def inner(item: object, key: Key) -> Json:
         return encode(item, (*path, key), name_tensor, place)

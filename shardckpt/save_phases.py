@@ -17,7 +17,7 @@ from shardckpt.committed import Destination, Draft, commit, draft_of_state, prep
 from shardckpt.container import FileSet
 from shardckpt.coordinate import Coordinator
 from shardckpt.endpoints import Source
-from shardckpt.errors import MismatchError
+from shardckpt.errors import MismatchError, UnsupportedError
 from shardckpt.layout import RankChunks, regions
 from shardckpt.manifest import Json
 from shardckpt.merge import HeldState, held, merge, merge_values
@@ -63,6 +63,11 @@ class SaveRequest:
     step: int | None = None
     overwrite: bool = False
     budget_bytes: int = DEFAULT_BUDGET_BYTES
+
+    def __post_init__(self) -> None:
+        """Check the step."""
+        if self.step is not None and (type(self.step) is not int or not 0 <= self.step < 1 << 63):
+            raise UnsupportedError(f"step is {self.step!r}; give an integer that is not negative, or None")
 
 
 @dataclass(frozen=True, slots=True)

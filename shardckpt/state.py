@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import sharding
 from shardckpt import names
 from shardckpt.catalogue import Tensor
+from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import Json
 from shardckpt.names import Path
 from shardckpt.objects import RankOf, encode, path_text, per_rank_names
@@ -90,6 +91,7 @@ def collect(state: Mapping[str, object], place: RankOf) -> LocalState:
         UnsupportedError: If something cannot be stored; names its place.
         MismatchError: If an optimizer belongs to no module of the state.
     """
+    check_sections(state)
     modules = {section: value for section, value in state.items() if isinstance(value, torch.nn.Module)}
     optimizers = named_optimizers(state)
     values = {section: _plain_value(section, value, optimizers) for section, value in state.items()}
@@ -111,6 +113,22 @@ def collect(state: Mapping[str, object], place: RankOf) -> LocalState:
         objects,
         tuple(_buckets(modules, optimizers, assigned)),
     )
+
+
+def check_sections(state: object) -> None:
+    """Refuse what is no mapping from section names.
+
+    Raises:
+        UnsupportedError: Says what was given.
+    """
+    if not isinstance(state, Mapping):
+        raise UnsupportedError(
+            f"the state is a {type(state).__name__}; give a dict from section names to modules, optimizers and values, "
+            'such as {"model": model}'
+        )
+    wrong = [section for section in state if not isinstance(section, str)]
+    if wrong:
+        raise UnsupportedError(f"the section {wrong[0]!r} of the state is no text; name sections by text")
 
 
 def kind_of(section: str, value: object) -> str:

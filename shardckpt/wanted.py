@@ -20,7 +20,7 @@ from shardckpt.names import Path
 from shardckpt.objects import RankOf, decode, for_rank, per_rank_names, tensor_paths
 from shardckpt.optimizer_state import NamedOptimizer, is_like_parameter
 from shardckpt.shard import Shard, shard_of_tensor
-from shardckpt.state import Stateful, kind_of, module_shards, named_optimizers
+from shardckpt.state import Stateful, check_sections, kind_of, module_shards, named_optimizers
 from shardckpt.tensors import Fill, dtype_name, fill_of, torch_dtype
 
 
@@ -38,6 +38,7 @@ class Wanted:
         Raises:
             MismatchError: If a kind, shape or dtype differs.
         """
+        check_sections(state)
         self.fills: list[Fill] = []
         self.missing: list[str] = []
         self._found = found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardckpt
-from shardckpt.errors import CheckpointNotFoundError, CorruptError, FormatError, MismatchError
+from shardckpt.errors import CheckpointNotFoundError, CorruptError, FormatError, MismatchError, UnsupportedError
 from tests.shardckpt.models import adamw, tied, train
 
 
@@ -196,3 +196,10 @@ def test_every_dtype_comes_back_bit_by_bit(tmp_path: Path, dtype: str) -> None:
         as_bits = torch.view_as_real(found.reshape(-1)) if kind.is_complex else found.reshape(-1)
         wanted = torch.view_as_real(expected.reshape(-1)) if kind.is_complex else expected.reshape(-1)
         assert torch.equal(as_bits.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+    """The error shows what a state looks like."""
+    shardckpt.save(tmp_path / "a", {"x": 1})
+    with pytest.raises(UnsupportedError, match="the state is a Linear; give a dict"):
+        shardckpt.load(tmp_path / "a", torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -130,3 +130,26 @@ def test_views_of_one_buffer_are_not_taken_for_ties(tmp_path: Path) -> None:
         assert checkpoint.names == ("values.a", "values.b", "values.whole", "values.shaped")
         assert torch.equal(checkpoint["values.again"][...], flat)
         assert torch.equal(checkpoint["values.shaped"][1], flat.view(3, 4)[1])
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "text"),
+    [
+        ([1], None, "the state is a list; give a dict"),
+        ({1: torch.ones(1)}, None, "the section 1 of the state is no text"),
+        ({"x": 1}, "a", "step is 'a'; give an integer"),
+        ({"x": 1}, -1, "step is -1; give an integer that is not negative"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, state: object, step: object, text: str) -> None:
+    """A state that is no dict of sections, and a step that is no count, are named."""
+    with pytest.raises(UnsupportedError, match=text):
+        shardckpt.save(tmp_path / "a", state, step=step)  # type: ignore[arg-type]
+
+
+def test_values_nested_too_deep_or_in_themselves_are_refused(tmp_path: Path) -> None:
+    """A cycle ends in an error that says so, not in a recursion error."""
+    cycle: list[object] = []
+    cycle.append(cycle)
+    with pytest.raises(UnsupportedError, match=r"state\['x'\]\[0\]\[0\]: it is nested more than 200 levels deep"):
+        shardckpt.save(tmp_path / "a", {"x": cycle})
