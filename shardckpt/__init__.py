@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardckpt.errors import CheckpointError
     from shardckpt.loading import LoadReport, load
     from shardckpt.manager import Manager, Restored
-    from shardckpt.objects import PerRank
+    from shardckpt.per_rank import PerRank
     from shardckpt.save_async import AsyncSaver, PendingSave
     from shardckpt.save_phases import SaveReport
     from shardckpt.saving import save
@@ -45,7 +45,7 @@ _HOME = {
     "AsyncSaver": ("save_async", "AsyncSaver"),
     "Manager": ("manager", "Manager"),
     "Restored": ("manager", "Restored"),
-    "PerRank": ("objects", "PerRank"),
+    "PerRank": ("per_rank", "PerRank"),
     "PendingSave": ("save_async", "PendingSave"),
     "SaveReport": ("save_phases", "SaveReport"),
     "save": ("saving", "save"),

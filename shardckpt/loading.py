@@ -16,7 +16,7 @@ from shardckpt.coordinate import Deadlines, coordinator
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import MismatchError, listing
 from shardckpt.manifest import Stored
-from shardckpt.objects import RankOf
+from shardckpt.per_rank import RankOf
 from shardckpt.plan import plan
 from shardckpt.storage import Store, open_store
 from shardckpt.transfer import DEFAULT_BUDGET_BYTES, Parts, TransferOptions, compare, transfer

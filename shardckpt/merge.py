@@ -16,7 +16,7 @@ from shardckpt.catalogue import Tensor
 from shardckpt.errors import MismatchError, listing
 from shardckpt.layout import RankChunks
 from shardckpt.manifest import Json
-from shardckpt.objects import merge_per_rank
+from shardckpt.per_rank import merge_per_rank
 from shardckpt.region import Box, Region, Span, strides
 
 

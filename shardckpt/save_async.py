@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from shardckpt.coordinate import Deadlines, coordinator
-from shardckpt.objects import RankOf
+from shardckpt.per_rank import RankOf
 from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
 from shardckpt.staging import Staging
 from shardckpt.state import collect

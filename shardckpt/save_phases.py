@@ -21,7 +21,7 @@ from shardckpt.errors import MismatchError, UnsupportedError
 from shardckpt.layout import RankChunks, regions
 from shardckpt.manifest import Json
 from shardckpt.merge import HeldState, held, merge, merge_values
-from shardckpt.objects import without_values
+from shardckpt.per_rank import without_values
 from shardckpt.plan import prove_coverage
 from shardckpt.rules import layout_of, shared_tensors
 from shardckpt.shard_file import chunk_rows, chunks_of, lay_out_shard, place_shards

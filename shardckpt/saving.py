@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardckpt.coordinate import Deadlines, coordinator
-from shardckpt.objects import RankOf
+from shardckpt.per_rank import RankOf
 from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
 from shardckpt.state import collect
 from shardckpt.storage import open_store

@@ -19,8 +19,9 @@ from shardckpt.catalogue import Tensor
 from shardckpt.errors import UnsupportedError
 from shardckpt.manifest import Json
 from shardckpt.names import Path
-from shardckpt.objects import RankOf, encode, path_text, per_rank_names
+from shardckpt.objects import encode, path_text, per_rank_names
 from shardckpt.optimizer_state import NamedOptimizer
+from shardckpt.per_rank import RankOf
 from shardckpt.region import Span, normalise
 from shardckpt.shard import Shard, shard_of_tensor
 from shardckpt.tensors import dtype_name

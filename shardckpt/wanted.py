@@ -17,8 +17,9 @@ from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
 from shardckpt.errors import FormatError, MismatchError
 from shardckpt.manifest import Json, Stored
 from shardckpt.names import Path
-from shardckpt.objects import RankOf, decode, for_rank, per_rank_names, tensor_paths
+from shardckpt.objects import decode, per_rank_names, tensor_paths
 from shardckpt.optimizer_state import NamedOptimizer, is_like_parameter
+from shardckpt.per_rank import RankOf, for_rank
 from shardckpt.shard import Shard, shard_of_tensor
 from shardckpt.state import Stateful, check_sections, kind_of, module_shards, named_optimizers
 from shardckpt.tensors import Fill, dtype_name, fill_of, torch_dtype
