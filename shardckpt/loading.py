@@ -16,10 +16,11 @@ from shardckpt.coordinate import Deadlines, coordinator
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import MismatchError, listing
 from shardckpt.manifest import Stored
+from shardckpt.parts import Parts, compare
 from shardckpt.per_rank import RankOf
 from shardckpt.plan import plan
 from shardckpt.storage import Store, open_store
-from shardckpt.transfer import DEFAULT_BUDGET_BYTES, Parts, TransferOptions, compare, transfer
+from shardckpt.transfer import DEFAULT_BUDGET_BYTES, TransferOptions, transfer
 from shardckpt.wanted import Wanted
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.catalogue import NO_CRC, Catalogue
-from shardckpt.checksum import combine_groups, crc32c
+from shardckpt.checksum import crc32c
 from shardckpt.endpoints import Bytes, Sink, Source
-from shardckpt.errors import CorruptError
+from shardckpt.parts import Parts, Row, compare, compose
 from shardckpt.plan import Copies, Plan
 
 I64 = NDArray[np.int64]
@@ -75,28 +74,6 @@ class TransferOptions:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Checksums of ranges of chunks, as columns."""
-
-    chunk: I64  # [n]
-    begin: I64  # [n] bytes from the chunk's start
-    nbytes: I64  # [n]
-    crc: I64  # [n]
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Parts]) -> Parts:
-        """Give all rows of all parts."""
-        if not parts:
-            return cls(*(np.empty(0, np.int64) for _ in range(4)))
-        return cls(
-            *(
-                np.concatenate([getattr(part, column) for part in parts])
-                for column in ("chunk", "begin", "nbytes", "crc")
-            )
-        )
-
-
-@dataclass(frozen=True)
 class TransferReport:
     """What a transfer did.
 
@@ -137,13 +114,13 @@ def transfer(
     copier = _Copier(plan, sources, sinks, means.sizes, options.on_progress)
     try:
         _run(copier, means.num_workers, means.buffer_bytes)
-        read = Parts.concatenate(copier.source_parts if options.is_verified else [])
+        read = copier.source_parts() if options.is_verified else Parts.of_rows([])
         partial = compare(plan.source, read)
     except BaseException:
         for sink in sinks:
             sink.abort()
         raise
-    crcs = compose(Parts.concatenate(copier.target_parts), len(plan.target.chunk_nbytes))
+    crcs = compose(copier.target_parts(), len(plan.target.chunk_nbytes))
     unchecked = np.array(sorted(copier.unchecked), np.int64)
     return TransferReport(plan.copies.nbytes, crcs, partial, copier.unchecked_nbytes, unchecked)
 
@@ -175,49 +152,6 @@ def _means(options: TransferOptions, sources: Sequence[Source], sinks: Sequence[
     buffer = max((options.budget_bytes - (workers + 1) * part) // (2 * workers), least)
     buffer -= buffer % 64 if buffer > 64 else 0  # so that no element of any dtype is cut
     return _Means(workers, buffer, replace(sizes, step_bytes=min(sizes.step_bytes, buffer)))
-
-
-def compose(parts: Parts, num_chunks: int) -> I64:
-    """Give every chunk's checksum from those of the parts that tile it; NO_CRC for chunks without any.
-
-    # [num_chunks]
-    """
-    order = np.lexsort((parts.begin, parts.chunk))
-    chunk = parts.chunk[order]
-    starts = np.flatnonzero(np.concatenate([[True], np.diff(chunk) != 0])) if len(chunk) else np.empty(0, np.int64)
-    result = np.full(num_chunks, NO_CRC, np.int64)
-    result[chunk[starts]] = combine_groups(parts.crc[order].astype(np.uint32), parts.nbytes[order], starts)
-    return result
-
-
-def compare(source: Catalogue, parts: Parts) -> Parts:
-    """Compare the checksums of what was read with those recorded, and give the parts of chunks that were read only in
-    part.
-
-    Raises:
-        CorruptError: On the first chunk that differs.
-    """
-    if len(parts.chunk) == 0:
-        return parts
-    keys = np.unique(np.stack([parts.chunk, parts.begin, parts.nbytes], axis=1), axis=0, return_index=True)[1]
-    chunk, begin, nbytes, crc = parts.chunk[keys], parts.begin[keys], parts.nbytes[keys], parts.crc[keys]
-    is_first = np.concatenate([[True], np.diff(chunk) != 0])
-    ends = np.where(np.append(is_first[1:], True), source.chunk_nbytes[chunk], np.append(begin[1:], 0))
-    is_adjacent = (begin + nbytes == ends) & (~is_first | (begin == 0))
-    is_whole = np.ones(len(source.chunk_nbytes), bool)
-    is_whole[chunk[~is_adjacent]] = False
-    rows = np.flatnonzero(is_whole[chunk])
-    found = compose(Parts(chunk[rows], begin[rows], nbytes[rows], crc[rows]), len(is_whole))
-    wrong = np.flatnonzero((found != NO_CRC) & (source.chunk_crc != NO_CRC) & (found != source.chunk_crc))
-    if len(wrong):
-        first = int(wrong[0])
-        more = f" ({len(wrong) - 1} more chunks are damaged too)" if len(wrong) > 1 else ""
-        raise CorruptError(
-            f"damaged: {source.describe(first)} has checksum {found[first]:08x}, recorded is "
-            f"{source.chunk_crc[first]:08x}{more}. Restore the file from a copy, or use an earlier checkpoint."
-        )
-    rest = np.flatnonzero(~is_whole[chunk])
-    return Parts(chunk[rest], begin[rest], nbytes[rest], crc[rest])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +220,8 @@ class _Copier:
         sizes: Sizes,
         on_progress: Callable[[int], None] | None,
     ) -> None:
-        self.source_parts: list[Parts] = []
-        self.target_parts: list[Parts] = []
+        self._copied: tuple[list[Parts], list[Parts]] = [], []  # checksums of whole copies, by side
+        self._woven: tuple[list[Row], list[Row]] = [], []  # of parts of strided copies, by side
         self.unchecked_nbytes = 0
         self.unchecked: set[int] = set()
         self._sources, self._sinks, self._on_progress = sources, sinks, on_progress
@@ -300,6 +234,14 @@ class _Copier:
         self._dst_chunk_at = plan.target.chunk_byte_offset
         self._dst_chunk_nbytes = plan.target.chunk_nbytes
         self._pending = [0] * len(sinks)  # batches not yet done, by target file
+
+    def source_parts(self) -> Parts:
+        """Give the checksums of all that was read, but for runs with gaps."""
+        return Parts.concatenate([*self._copied[0], Parts.of_rows(self._woven[0])])
+
+    def target_parts(self) -> Parts:
+        """Give the checksums of all that was written."""
+        return Parts.concatenate([*self._copied[1], Parts.of_rows(self._woven[1])])
 
     # What is done together
 
@@ -446,7 +388,7 @@ class _Copier:
         chunk = int(self._copies.dst_chunk[batch.rows[0]])
         crc = crc32c(window)
         with self._lock:
-            self.target_parts.append(_one_part(chunk, batch.low - int(self._dst_chunk_at[chunk]), nbytes, crc))
+            self._woven[1].append((chunk, batch.low - int(self._dst_chunk_at[chunk]), nbytes, crc))
         if not sink.is_memory:
             sink.write(batch.low, window)
         return nbytes
@@ -497,8 +439,8 @@ class _Copier:
         source = Parts(src, copies.src_offset[rows] - self._src_chunk_at[src], nbytes, crc)
         target = Parts(dst, copies.dst_offset[rows] - self._dst_chunk_at[dst], nbytes, crc)
         with self._lock:
-            self.source_parts.append(source)
-            self.target_parts.append(target)
+            self._copied[0].append(source)
+            self._copied[1].append(target)
 
     def _record_source(self, row: int, skip: int, nbytes: int, crc: int | None) -> None:
         chunk = int(self._copies.src_chunk[row])
@@ -508,17 +450,13 @@ class _Copier:
                 self.unchecked_nbytes += nbytes
                 self.unchecked.add(chunk)
             else:
-                self.source_parts.append(_one_part(chunk, begin, nbytes, crc))
+                self._woven[0].append((chunk, begin, nbytes, crc))
 
 
 def _as_runs(data: Bytes, number: int, nbytes: int, stride: int) -> NDArray[np.void]:
     """View bytes as runs `stride` apart, each one element: NumPy copies those far faster than rows of bytes."""
     view: NDArray[np.void] = np.ndarray((number,), np.dtype((np.void, nbytes)), data.data, 0, (stride,))
     return view
-
-
-def _one_part(chunk: int, begin: int, nbytes: int, crc: int) -> Parts:
-    return Parts(*(np.array([value], np.int64) for value in (chunk, begin, nbytes, crc)))
 
 
 def _cut_long(copies: Copies, piece_bytes: int) -> Copies:

@@ -22,7 +22,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "checksum", "retry"),
         ("region", "dtypes", "elements", "names", "coordinate", "store"),
         ("catalogue", "local_store", "fsspec_store", "s3_client", "team"),
-        ("layout", "plan", "s3_object"),
+        ("layout", "parts", "plan", "s3_object"),
         ("dtensors", "s3_store"),
         ("shard", "storage"),
         ("container", "endpoints", "optimizer_state"),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.catalogue import NO_CRC, Catalogue, CatalogueBuilder, File, Tensor
+from shardckpt.catalogue import CatalogueBuilder, File, Tensor
 from shardckpt.checksum import crc32c
 from shardckpt.endpoints import Bytes, FileSink, MemorySink, MemorySource, ReaderPool, Sink, Source
 from shardckpt.errors import CorruptError, FormatError, NoSpaceError, StorageError
@@ -22,7 +22,7 @@ from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.plan import Plan, plan
 from shardckpt.region import Box, Region, Span
 from shardckpt.storage import Store, Writer, open_store
-from shardckpt.transfer import Parts, Sizes, TransferOptions, compare, compose, transfer
+from shardckpt.transfer import Sizes, TransferOptions, transfer
 from tests.shardckpt.tilings import Arrays, Tiled, arrays, elements, shifted, tilings, with_recorded_crc, wrong_chunks
 
 HEADER = b"8 bytes!"
@@ -387,37 +387,3 @@ def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CorruptError):
         transfer(wanted, memory_of(tiled), sinks)
     assert store.list() == {}
-
-
-# Checksums of parts -------------------------------------------------------------------------------------------------
-
-
-def parts(*table: tuple[int, int, bytes]) -> Parts:
-    """Give parts of (chunk, begin, bytes)."""
-    return Parts(*(np.array(c, np.int64) for c in zip(*((k, b, len(d), crc32c(d)) for k, b, d in table), strict=True)))
-
-
-def test_compose_puts_parts_together_in_any_order() -> None:
-    """Chunks get the checksum of their parts in order of place; chunks without any get none."""
-    found = compose(parts((2, 3, b"def"), (0, 0, b"x"), (2, 0, b"abc")), 4)
-    assert found.tolist() == [crc32c(b"x"), NO_CRC, crc32c(b"abcdef"), NO_CRC]
-    assert compose(Parts.concatenate([]), 2).tolist() == [NO_CRC, NO_CRC]
-
-
-def test_compare_takes_a_range_that_was_read_twice_once() -> None:
-    """The same range read for two targets counts once; a chunk with a gap is partial."""
-    source = six_bytes()
-    assert len(compare(source, parts((0, 0, b"abc"), (0, 3, b"def"), (0, 0, b"abc"))).chunk) == 0
-    assert compare(source, parts((0, 0, b"ab"), (0, 3, b"def"))).begin.tolist() == [0, 3]
-    assert compare(source, parts((0, 1, b"bcdef"))).begin.tolist() == [1]
-    with pytest.raises(CorruptError, match=r"elements \[0, 6\) of 'w'"):
-        compare(source, parts((0, 0, b"abc"), (0, 3, b"dez")))
-
-
-def six_bytes() -> Catalogue:
-    """Give a catalogue of one chunk, 'abcdef'."""
-    builder = CatalogueBuilder()
-    builder.add_tensor(Tensor("w", "U8", (6,)))
-    builder.add_file(File("f", 6, 0))
-    builder.add_chunk(0, Span(0, 6), file=0, byte_offset=0, crc=crc32c(b"abcdef"))
-    return builder.build()
