@@ -10,7 +10,7 @@ import click
 from shardckpt.catalogue import Catalogue
 from shardckpt.cli import options
 from shardckpt.cli.output import Output, Row
-from shardckpt.cli.verb import Verb
+from shardckpt.cli.verb import TeamVerb
 from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.errors import listing
 from shardckpt.storage import Store, split_url
@@ -21,7 +21,9 @@ from shardckpt.tools.rules_file import MAX_RULES_NBYTES, Rule, parse_rules
 from shardckpt.tools.selection import Choice
 
 
-@click.command("export", cls=Verb, epilog="Example: shardckpt export step-000100 llama-hf --to hf --like config.json")
+@click.command(
+    "export", cls=TeamVerb, epilog="Example: shardckpt export step-000100 llama-hf --to hf --like config.json"
+)
 @options.source
 @click.argument("destination", metavar="DST")
 @click.option("--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="The format: Hugging Face.")
@@ -84,8 +86,9 @@ def command(
         plan_result(output, facts, job.files, target, writing, leftovers)
         return
     with output.progress("export", job.files.nbytes) as on_progress:
-        leftovers = export(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
-    write_result(output, facts, job.files, started, leftovers, job.derivation.conversions)
+        how = writing.transfer_options(on_progress)
+        done = export(job, target, overwrite=writing.is_overwriting, options=how, team=output.team)
+    write_result(output, facts, job.files, started, done.leftovers, done.conversions)
 
 
 def _rules(url: str | None, open_at: Callable[[str], Store]) -> list[Rule]:

@@ -9,7 +9,7 @@ import click
 
 from shardckpt.cli import options
 from shardckpt.cli.output import Output, Row
-from shardckpt.cli.verb import Verb
+from shardckpt.cli.verb import TeamVerb
 from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.committed import survey_destination
 from shardckpt.errors import listing
@@ -18,7 +18,7 @@ from shardckpt.tools.import_weights import plan_import
 from shardckpt.tools.rewrite import rewrite
 
 
-@click.command("import", cls=Verb, epilog="Example: shardckpt import llama-hf step-000000 --ranks 8")
+@click.command("import", cls=TeamVerb, epilog="Example: shardckpt import llama-hf step-000000 --ranks 8")
 @options.source
 @click.argument("destination", metavar="DST")
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks to write for.")
@@ -58,6 +58,10 @@ def command(
         return
     with output.progress("import", files.nbytes) as on_progress:
         done = rewrite(
-            job.rewrite, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress)
+            job.rewrite,
+            target,
+            overwrite=writing.is_overwriting,
+            options=writing.transfer_options(on_progress),
+            team=output.team,
         )
     write_result(output, facts, files, started, done.leftovers)

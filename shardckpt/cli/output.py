@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import click
 
+from shardckpt.cli.stopping import Stopper
+from shardckpt.team import Team
+
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
 Row = Mapping[str, Value]
 
@@ -27,14 +30,20 @@ class Output:
     Attributes:
         is_json: Print results as JSON.
         verbosity: -1 for results and errors only, 0, or 1 for details too.
+        stopper: Takes the signals that ask the command to stop.
+        team: The processes that run the command together; only the first of them prints.
     """
 
-    def __init__(self, *, is_json: bool = False, verbosity: int = 0) -> None:
+    def __init__(self, *, is_json: bool = False, verbosity: int = 0, team: Team | None = None) -> None:
         self.is_json = is_json
-        self.verbosity = verbosity
+        self.team = team or Team()
+        self.verbosity = verbosity if self.team.rank == 0 else -1
+        self.stopper = Stopper()
 
     def result(self, facts: Row, tables: Mapping[str, Sequence[Row]] | None = None) -> None:
         """Print the result: single facts, then tables by name. `--json` gives one object with all of them."""
+        if self.team.rank > 0:
+            return
         tables = tables or {}
         if self.is_json:
             click.echo(json.dumps({**facts, **tables}, indent=1))
@@ -58,18 +67,28 @@ class Output:
             click.echo(printable(text), err=True)
 
     @contextlib.contextmanager
-    def progress(self, what: str, nbytes: int) -> Iterator[Callable[[int], None] | None]:
-        """Show a bar with rate and time left while the block runs, if stderr is a terminal.
+    def progress(self, what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+        """Show a bar with rate and time left while the block runs, if stderr is a terminal; stop where it is safe.
 
         Args:
             what: What is being done, for the bar.
             nbytes: Bytes to do in all.
 
         Yields:
-            What to call with the bytes done since the last call, or None if nothing is shown.
+            What to call with the bytes done since the last call.
         """
+        with self.stopper.deferring(), self._bar(what, nbytes) as advance:
+
+            def report(done: int) -> None:
+                self.stopper.check()
+                advance(done)
+
+            yield report
+
+    @contextlib.contextmanager
+    def _bar(self, what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
         if self.verbosity < 0 or not sys.stderr.isatty():
-            yield None
+            yield lambda done: None
             return
         from rich.console import Console  # on demand: it takes longer to load than most commands run
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -9,7 +9,7 @@ import click
 
 from shardckpt.cli import options
 from shardckpt.cli.output import Output, Row
-from shardckpt.cli.verb import Verb
+from shardckpt.cli.verb import TeamVerb
 from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.committed import survey_destination
 from shardckpt.errors import UnsupportedError
@@ -33,7 +33,7 @@ class LayoutKind(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
 @click.command(
     "reshard",
-    cls=Verb,
+    cls=TeamVerb,
     short_help="Rewrite a checkpoint for another number of ranks.",
     epilog="Example: shardckpt reshard step-000100 step-000100-on-16 --from 8 --to 16",
 )
@@ -74,5 +74,11 @@ def command(
         plan_result(output, facts, job.files, target, writing, found.leftovers)
         return
     with output.progress("reshard", job.files.nbytes) as on_progress:
-        done = rewrite(job, target, overwrite=writing.is_overwriting, options=writing.transfer_options(on_progress))
+        done = rewrite(
+            job,
+            target,
+            overwrite=writing.is_overwriting,
+            options=writing.transfer_options(on_progress),
+            team=output.team,
+        )
     write_result(output, facts, job.files, started, done.leftovers)

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
+import os
 
 import click
 
 from shardckpt.cli.output import Output, printable
+from shardckpt.cli.stopping import Terminated
 from shardckpt.errors import CheckpointError
+from shardckpt.team import Team
 
 ANSWER_IS_NO = 3
 INTERRUPTED = 130
@@ -20,7 +20,13 @@ TERMINATED = 143
 
 
 class Verb(click.Command):
-    """A command whose function gets an `Output` first, and whose errors are one line."""
+    """A command whose function gets an `Output` first, and whose errors are one line.
+
+    Attributes:
+        is_teamwork: Started on several processes (see `team`), each does its part; otherwise the first does all.
+    """
+
+    is_teamwork = False
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Give its own parameters and those of every command."""
@@ -36,9 +42,12 @@ class Verb(click.Command):
         is_debug = bool(ctx.params.pop("debug"))
         verbosity = -1 if ctx.params.pop("quiet") else int(ctx.params.pop("verbose"))
         ctx.params.pop("verbose", None)
-        ctx.obj = Output(is_json=bool(ctx.params.pop("as_json")), verbosity=verbosity)
+        is_json = bool(ctx.params.pop("as_json"))
         try:
-            with _terminable():
+            ctx.obj = Output(is_json=is_json, verbosity=verbosity, team=Team.of_environment(os.environ))
+            if ctx.obj.team.rank > 0 and not self.is_teamwork:
+                return None
+            with ctx.obj.stopper.listening():
                 return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click ends quietly
@@ -50,6 +59,12 @@ class Verb(click.Command):
             if is_debug:
                 raise
             raise (Termination() if isinstance(error, Terminated) else Interruption()) from error
+
+
+class TeamVerb(Verb):
+    """A command whose work several processes divide."""
+
+    is_teamwork = True
 
 
 class Failure(click.ClickException):
@@ -75,28 +90,6 @@ class Termination(Failure):
 
     def __init__(self) -> None:
         super().__init__("terminated; run the same command again to start over")
-
-
-class Terminated(BaseException):
-    """A signal asked this process to end; what was begun is taken away first."""
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Raise `Terminated` where the signal would just end the process."""
-
-    def stop(*_: object) -> None:
-        raise Terminated
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: signals go elsewhere
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _common_options() -> list[click.Parameter]:

@@ -7,19 +7,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from shardckpt.catalogue import Catalogue
-from shardckpt.committed import read_committed
+from shardckpt.committed import check_space, read_committed
 from shardckpt.container import FileSet
-from shardckpt.derivation import Derivation
+from shardckpt.conversion import Conversion
+from shardckpt.derivation import Derivation, Piece
 from shardckpt.endpoints import ReaderPool
 from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchError, listing
 from shardckpt.formats.huggingface import INDEX_PATH, is_weights_path, lay_out_folder, read_folder
 from shardckpt.storage import TEMPORARY_SUFFIX, Store
+from shardckpt.team import Team, is_team_file
 from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
 from shardckpt.tools.name_rules import apply_rules
 from shardckpt.tools.recast import NewDtype, recast
 from shardckpt.tools.rules_file import Rule
 from shardckpt.tools.selection import Choice, Selection, fanned_out, select
+from shardckpt.tools.shares import cut_out, divide, meeting
 from shardckpt.tools.wrappers import without_wrappers
 from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
@@ -35,7 +40,7 @@ class ExportJob:
         source: What the checkpoint holds.
         store: Its root.
         files: The weights.
-        derivation: How their tensors come from the checkpoint's.
+        pieces: What their tensors are made of, as in `Selection`.
         small_files: Path -> bytes of the files beside the weights, the index not among them.
         index: The index, if there are several files of weights.
     """
@@ -43,9 +48,22 @@ class ExportJob:
     source: Catalogue
     store: Store
     files: FileSet
-    derivation: Derivation
+    pieces: Mapping[str, tuple[Piece, ...]]
     small_files: Mapping[str, bytes]
     index: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export did.
+
+    Attributes:
+        leftovers: Unfinished files of an earlier run that were found and removed.
+        conversions: What became of tensors that were written in another dtype.
+    """
+
+    leftovers: tuple[str, ...]
+    conversions: tuple[Conversion, ...]
 
 
 def plan_export(
@@ -82,57 +100,102 @@ def plan_export(
     small = {path: companions.read(path) for path in companions.paths} if companions else {}
     if CONFIG_PATH in small:
         small[CONFIG_PATH] = config_in_step(small[CONFIG_PATH], selection.tensors)
-    derivation = Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)
-    return ExportJob(found.catalogue, source, files, derivation, small, index)
+    Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)  # refuse now what does not fit
+    return ExportJob(found.catalogue, source, files, selection.pieces, small, index)
 
 
-def export(job: ExportJob, target: Store, *, overwrite: bool, options: TransferOptions) -> tuple[str, ...]:
+def export(
+    job: ExportJob, target: Store, *, overwrite: bool, options: TransferOptions, team: Team | None = None
+) -> Exported:
     """Write the folder: nothing of it appears before all weights are there.
 
-    Returns:
-        Unfinished files of an earlier run that were found and removed.
+    Args:
+        job: From `plan_export`.
+        target: The folder.
+        overwrite: Replace what a former export left there.
+        options: How.
+        team: The processes that do it together, each with the same job; None for this one alone.
 
     Raises:
         CheckpointExistsError: If something is there that is not to be replaced.
         CheckpointError: As `write_files`.
     """
-    present = target.list()
-    leftovers = refuse_taken(job, target, overwrite=overwrite)
-    for path in leftovers:
-        target.delete(path)
-    old_weights = {path for path in present if is_weights_path(path)}
-    names = {file.path for file in job.files.catalogue.files}
-    new = [path for path in (*names, *job.small_files) if path not in present]
+    team = team or Team()
+    with meeting(target, team, options) as (together, options):
+        folder = _Folder(job, target, overwrite)
+        leftovers = together.share(folder.begin)
+        share = cut_out(job.files, divide(job.files, team.size)[team.rank])
+        derivation = Derivation.assembling(job.source, share.files.catalogue, job.pieces)
+        counted: list[bytes] = []
 
-    def make_ready() -> None:
-        for path, data in job.small_files.items():
-            target.put(path, data)
-        if job.index is not None:  # so that no reader takes old and new files for one model
-            for path in old_weights - names | {INDEX_PATH} & old_weights:
-                target.delete(path)
+        def before_commit() -> None:
+            counted.extend(together.gather(msgspec.json.encode(derivation.conversions)))
+            together.share(folder.make_ready)
 
-    try:
-        with closing(ReaderPool(job.store)) as pool:
-            sources = pool.sources([file.path for file in job.source.files])
-            write_files(
-                job.source,
-                sources,
-                job.files,
-                target,
-                options=options,
-                derivation=job.derivation,
-                before_commit=make_ready,
-            )
-        if job.index is not None:
-            target.put(INDEX_PATH, job.index)
-    except BaseException:
-        for path in new:
+        try:
+            with closing(ReaderPool(job.store)) as pool:
+                sources = pool.sources([file.path for file in job.source.files])
+                write_files(
+                    job.source,
+                    sources,
+                    share.files,
+                    target,
+                    options=options,
+                    derivation=derivation,
+                    before_commit=before_commit,
+                )
+            together.gather(b"")
+            if team.rank == 0:
+                folder.complete()
+        except BaseException:
+            if team.rank == 0:
+                folder.undo()
+            raise
+    conversions = [one for part in counted for one in msgspec.json.decode(part, type=list[Conversion])]
+    return Exported(msgspec.json.decode(leftovers, type=tuple[str, ...]), tuple(conversions))
+
+
+class _Folder:
+    """What the first process does with the folder, besides the files of weights."""
+
+    def __init__(self, job: ExportJob, target: Store, overwrite: bool) -> None:
+        self._job, self._target, self._overwrite = job, target, overwrite
+        self._names = {file.path for file in job.files.catalogue.files}
+        self._old_weights: set[str] = set()
+        self._new: list[str] = []
+
+    def begin(self) -> bytes:
+        """Refuse what is taken, and remove what an unfinished run has left; give the paths of that."""
+        leftovers = refuse_taken(self._job, self._target, overwrite=self._overwrite)
+        check_space(self._target, self._job.files.nbytes)
+        for path in leftovers:
+            self._target.delete(path)
+        present = self._target.list()
+        self._old_weights = {path for path in present if is_weights_path(path)}
+        self._new = [path for path in (*self._names, *self._job.small_files) if path not in present]
+        return msgspec.json.encode([path for path in leftovers if not is_team_file(path)])
+
+    def make_ready(self) -> bytes:
+        """All weights are written, none is visible: put the other files there."""
+        for path, data in self._job.small_files.items():
+            self._target.put(path, data)
+        if self._job.index is not None:  # so that no reader takes old and new files for one model
+            for path in self._old_weights - self._names | {INDEX_PATH} & self._old_weights:
+                self._target.delete(path)
+        return b""
+
+    def complete(self) -> None:
+        """All weights are visible: put the index there, and remove what is left of an old export."""
+        if self._job.index is not None:
+            self._target.put(INDEX_PATH, self._job.index)
+        for path in self._old_weights - self._names - ({INDEX_PATH} if self._job.index is not None else set()):
+            self._target.delete(path)
+
+    def undo(self) -> None:
+        """Remove the files that were not there before."""
+        for path in self._new:
             with suppress(CheckpointError):  # the first error is the one to tell
-                target.delete(path)
-        raise
-    for path in old_weights - names - ({INDEX_PATH} if job.index is not None else set()):
-        target.delete(path)
-    return leftovers
+                self._target.delete(path)
 
 
 def fitted(selection: Selection, expected: Catalogue) -> Selection:

@@ -9,14 +9,21 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from shardckpt.catalogue import Catalogue
-from shardckpt.committed import Destination, Draft, commit, prepare
+from shardckpt.checksum import crc32c
+from shardckpt.committed import Destination, Draft, check_space, commit, prepare
 from shardckpt.container import FileSet
 from shardckpt.derivation import Derivation
 from shardckpt.endpoints import ReaderPool
 from shardckpt.layout import RankChunks
 from shardckpt.shard_file import lay_out_shards
 from shardckpt.storage import Store
+from shardckpt.team import Team, is_team_file
+from shardckpt.tools.shares import Share, cut_out, divide, meeting, put_together
 from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 
@@ -50,20 +57,50 @@ def plan_rewrite(
     return Rewrite(source, store, draft, chunks, files, renamed or {})
 
 
-def rewrite(job: Rewrite, target: Store, *, overwrite: bool, options: TransferOptions) -> Destination:
+def rewrite(
+    job: Rewrite, target: Store, *, overwrite: bool, options: TransferOptions, team: Team | None = None
+) -> Destination:
     """Write and commit what was planned.
+
+    Args:
+        job: From `plan_rewrite`.
+        target: Where to.
+        overwrite: Replace a checkpoint that is there.
+        options: How.
+        team: The processes that do it together, each with the same job; None for this one alone.
 
     Raises:
         CheckpointExistsError: If `target` is taken and not to be overwritten.
         CheckpointError: As `write_files`; `target` then holds no new checkpoint, and keeps the one it had.
     """
-    destination = prepare(target, overwrite=overwrite)
-    files = job.files
-    if destination.token:
-        files = lay_out_shards(job.draft.tensors, job.chunks, job.draft.naming(destination.token))
-    derivation = Derivation.renaming(files.catalogue, job.renamed)
+    team = team or Team()
+    with meeting(target, team, options) as (together, options):
+
+        def begin() -> bytes:
+            found = prepare(target, overwrite=overwrite)
+            check_space(target, job.files.nbytes)
+            return msgspec.json.encode([found.token, [path for path in found.leftovers if not is_team_file(path)]])
+
+        token, leftovers = msgspec.json.decode(together.share(begin), type=tuple[str, tuple[str, ...]])
+        destination = Destination(target, token, leftovers)
+        files = job.files if not token else lay_out_shards(job.draft.tensors, job.chunks, job.draft.naming(token))
+        numbers = divide(files, team.size)
+        share = cut_out(files, numbers[team.rank])
+        crcs = _write_share(job, share, target, options)
+        parts = together.gather(crcs.tobytes())
+        if team.rank == 0:
+            done = [
+                (cut_out(files, mine).chunks, np.frombuffer(part, np.int64))
+                for mine, part in zip(numbers, parts, strict=True)
+            ]
+            commit(destination, job.draft, put_together(files, done), [crc32c(header) for header in files.headers])
+    return destination
+
+
+def _write_share(job: Rewrite, share: Share, target: Store, options: TransferOptions) -> NDArray[np.int64]:
+    """Write some of the files, and give the checksums of their chunks."""
+    derivation = Derivation.renaming(share.files.catalogue, job.renamed)
     with closing(ReaderPool(job.store)) as pool:
         sources = pool.sources([file.path for file in job.source.files])
-        written = write_files(job.source, sources, files, target, options=options, derivation=derivation)
-    commit(destination, job.draft, written.catalogue, written.headers_crc)
-    return destination
+        written = write_files(job.source, sources, share.files, target, options=options, derivation=derivation)
+    return written.catalogue.chunk_crc
