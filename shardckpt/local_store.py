@@ -212,7 +212,8 @@ def _files_below(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(Path(entry.path), f"{prefix}{entry.name}/")
         elif entry.is_file():
-            yield prefix + entry.name, entry.stat().st_size
+            with contextlib.suppress(FileNotFoundError):  # gone since the folder was read
+                yield prefix + entry.name, entry.stat().st_size
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:

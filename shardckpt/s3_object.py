@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,13 +95,10 @@ class S3Object:
         limit_s = self._connection.deadline_s / _NUM_SLOW_READS
 
         def request(client: Client) -> None:
-            try:
-                answer = client.get_object(**self._at, Range=wanted.rstrip("/").replace(" ", "="), IfMatch=etag)
-            except ClientError as error:
-                if error_code(error) not in ("PreconditionFailed", "412"):
-                    raise
-                raise self._failed("was replaced while it was read; open the checkpoint again") from error
+            answer = client.get_object(**self._at, Range=wanted.rstrip("/").replace(" ", "="))
             with contextlib.closing(answer["Body"]) as body:
+                if answer["ETag"] != etag:
+                    raise self._failed("was replaced while it was read; open the checkpoint again")
                 if not (found := str(answer.get("ContentRange", ""))).startswith(wanted):
                     raise self._failed(
                         f"was asked for {wanted[:-1]!r} and answered {found!r}; this server serves no ranges"
@@ -112,18 +110,25 @@ class S3Object:
     def put(self, data: bytes, *, is_new: bool = False) -> None:
         """Write the object in one request; with `is_new` only if there is none."""
         mark = secrets.token_hex(16)
-        condition = {"IfNoneMatch": "*"} if is_new else {}
 
         def request(client: Client) -> None:
             checksum = {"ChecksumCRC32C": _checksum(data)} if sends_checksums(client) else {}
+            put = functools.partial(client.put_object, **self._at, Body=data, Metadata={_MARK: mark}, **checksum)
+            if not is_new:
+                put()
+                return
             try:
-                client.put_object(**self._at, Body=data, Metadata={_MARK: mark}, **checksum, **condition)
+                put(IfNoneMatch="*")
             except ClientError as error:
-                # An earlier attempt may have come through: what is there then bears our mark.
-                if error_code(error) != "PreconditionFailed":
-                    raise
-                if self.head().mark != mark:
-                    raise taken(self.path) from error
+                match error_code(error):
+                    case "PreconditionFailed":
+                        # An earlier attempt may have come through: what is there then bears our mark.
+                        if self.head().mark != mark:
+                            raise taken(self.path) from error
+                    case "NotImplemented":  # this server knows no conditions
+                        put()
+                    case _:
+                        raise
 
         self._run("write", request)
         self._confirm(len(data), mark)

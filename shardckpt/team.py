@@ -3,9 +3,9 @@
 They leave small files there, named like unfinished ones, so that whoever finds them later knows them for leftovers.
 What one fails at, all fail with. Knows who does what when; refuses to know what is done.
 
-[Note: nonces] Each process takes a random nonce, which is part of the names of all its files. Process 0 lists the
-nonces that it has seen in its first message, and the others believe only a message that lists theirs: files of an
-earlier run that was killed cannot be taken for files of this one.
+[Note: nonces] Each process takes a random nonce, which is part of the names of its files. Process 0 first removes all
+such files; who lives says hello again. It lists the nonces of these in its first message, and the others believe only
+a message that lists theirs. So no file of an earlier run that was killed is taken for one of this run.
 """
 
 from __future__ import annotations
@@ -135,10 +135,12 @@ class Meeting:
             RankFailedError: On the others, if process 0 failed.
         """
         kind = self._next_step()
+        if self.team.size == 1:
+            return make()
         if self.team.rank == 0:
+            if len(self._nonces) == 1:  # see [Note: nonces]
+                self._remove_all()
             payload = make()
-            if self.team.size == 1:
-                return payload
             self._gather_arrivals(self._patience.arrival_s)
             self._say(kind, _Message(payload, nonces=list(self._nonces.values())))
             return payload
@@ -275,6 +277,9 @@ class Meeting:
             gone = {(rank, nonce) for name, rank, nonce in self._files() if name in ("bye", "failed")}
             others -= gone
             time.sleep(self._patience.poll_s if others else 0)
+        self._remove_all()
+
+    def _remove_all(self) -> None:
         for kind, rank, nonce in self._files():
             self._store.delete(_path_of(kind, rank, nonce))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
     from sharding.fsdp import FullyShardedDataParallel
-    from sharding.fully_shard import fully_shard
+    from sharding.functional import fully_shard
     from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from sharding.state_dict import (
         LocalTensor,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "errors": ("LoadError", "ShardingError", "StateError", "UnsupportedError", "WrapError"),
     "fsdp": ("FullyShardedDataParallel",),
-    "fully_shard": ("fully_shard",),
+    "functional": ("fully_shard",),
     "policy": ("BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"),
     "state_dict": (
         "LocalTensor",

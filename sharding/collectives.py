@@ -26,6 +26,26 @@ class Done:
         """Return at once."""
 
 
+class _Sum:
+    """An exchange of parts under way, and the sum to be made of them."""
+
+    def __init__(self, work: Work, parts: torch.Tensor, out: torch.Tensor) -> None:
+        self._work = work
+        self._parts: torch.Tensor | None = parts  # [size, n]
+        self._out = out  # [n]
+
+    def wait(self) -> None:
+        """Block until the parts are here, and sum them."""
+        self._work.wait()
+        if self._parts is None:
+            return
+        first, second, *others = self._parts
+        torch.add(first, second, out=self._out)
+        for part in others:
+            self._out.add_(part)
+        self._parts = None
+
+
 class Group:
     """The ranks that share something; a group of one communicates nothing."""
 
@@ -49,8 +69,9 @@ class Group:
     def reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Sum `whole` [size * n] over the ranks; give this rank's part of the sum [n], valid when the work is done.
 
-        The content of `whole` is used up; the part may be a view of it. gloo makes a reduce-scatter of a clone and an
-        all-reduce, so there the all-reduce is done in place.
+        The content of `whole` is used up; the part may be a view of it, and `whole` must live until the work is done.
+        gloo makes a reduce-scatter of a clone and an all-reduce; so there each rank is sent its parts, and sums them
+        in the order of ranks: half of the bytes, a third to two thirds less time.
 
         Collective:
             All ranks of the group; does not block.
@@ -60,7 +81,9 @@ class Group:
         if self.size == 1:
             return mine, Done()
         if self._is_gloo:
-            return mine, self.all_reduce(whole)
+            parts = torch.empty_like(whole)
+            work = dist.all_to_all_single(parts, whole, group=self.process_group, async_op=True)
+            return mine, _Sum(_work(work), parts.view(self.size, numel), mine)
         out = torch.empty_like(mine)
         return out, _work(_scatter_single(out, whole, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True))
 

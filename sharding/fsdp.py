@@ -15,7 +15,7 @@ from sharding import clip
 from sharding import state_dict as states
 from sharding.assignment import Ignored, assign
 from sharding.errors import UnsupportedError
-from sharding.fully_shard import make_unit
+from sharding.functional import make_unit
 from sharding.hooks import Hooks, hooks_below
 from sharding.initial import materialise, synchronise
 from sharding.mesh import groups_for

@@ -13,6 +13,9 @@ from sharding.collectives import Work
 from sharding.policy import MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
 
+REPLICATED_BUCKET_BYTES = 25 << 20
+"""Replicated parameters are gathered by nobody; smaller buckets let reductions begin while backward goes on."""
+
 
 class Unit:
     """The parameters of one module that no unit below it has.
@@ -42,7 +45,10 @@ class Unit:
         for member in members:
             assert member.original is not None
             kinds.setdefault(_kind(member.original, precision), []).append(member)
-        self.buckets = [Bucket(kind, group, self.shards, device) for kind, group in kinds.items()]
+        cap = REPLICATED_BUCKET_BYTES if self.is_replicated and self.world_size > 1 else None
+        self.buckets = [
+            Bucket(kind, part, self.shards, device) for kind, group in kinds.items() for part in _capped(group, cap)
+        ]
 
     @property
     def is_trainable(self) -> bool:
@@ -107,6 +113,20 @@ class Reduction:
     buffer: torch.Tensor  # [numel]
     mine: torch.Tensor  # [shard_numel], a view of `buffer` or a tensor of its own
     work: Work
+
+
+def _capped(members: Sequence[Member], cap_bytes: int | None) -> list[list[Member]]:
+    """Cut a list of parameters where more would exceed the cap; one bigger parameter stands alone."""
+    parts: list[list[Member]] = [[]]
+    nbytes = 0
+    for member in members:
+        assert member.original is not None
+        if cap_bytes is not None and parts[-1] and nbytes + member.original.nbytes > cap_bytes:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(member)
+        nbytes += member.original.nbytes
+    return parts
 
 
 def _kind(parameter: nn.Parameter, precision: MixedPrecision) -> BucketKind:

@@ -124,11 +124,12 @@ def _visit(
     numel = sum(parameter.numel() for parameter in module.parameters() if not _is_ignored(parameter, ignored))
     is_custom = isinstance(policy, CustomPolicy)
     wrapped = 0
-    if is_custom or policy(module=module, recurse=True, nonwrapped_numel=numel):  # type: ignore[operator]  # not custom
-        for child in module.children():
-            if child not in ignored and child not in seen:
-                seen.add(child)
-                wrapped += _visit(child, policy, ignored, found, seen)
+    if not is_custom and not policy(module=module, recurse=True, nonwrapped_numel=numel):  # type: ignore[operator]
+        return 0
+    for child in module.children():
+        if child not in ignored and child not in seen:
+            seen.add(child)
+            wrapped += _visit(child, policy, ignored, found, seen)
     if is_root:
         return wrapped
     if isinstance(policy, CustomPolicy):

@@ -14,7 +14,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("clip", "runtime", "state_dict"),
         ("hooks",),
         ("assignment",),
-        ("fully_shard", "initial"),
+        ("functional", "initial"),
         ("fsdp",),
         ("__init__",),
     ),

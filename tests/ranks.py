@@ -36,7 +36,7 @@ class RankError(AssertionError):
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """Run `function(*args)` as every rank of a gloo group and give each rank's (picklable) result, by rank.
 
-    Inside, `torch.distributed` is initialised and torch runs on one thread. `function` must be importable: at module level.
+    Inside, `torch.distributed` is initialised and torch runs on one thread. `function` must be at module level.
 
     Raises:
         RankError: If a rank raises, dies, or is not done after `timeout_s` seconds.

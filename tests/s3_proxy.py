@@ -22,7 +22,11 @@ import pytest
 from tests.s3_server import S3Root, S3Server
 
 _FORWARD_TIMEOUT_S = 60
-_SLOW_S = 1.5
+_SLOW_S = 3
+
+
+IMPATIENT: dict[str, object] = {"config_kwargs": {"read_timeout": 2}}
+"""The options of who does not wait for slow answers."""
 
 
 class Fault(enum.Enum):
@@ -31,13 +35,14 @@ class Fault(enum.Enum):
     THROTTLE = "503 Slow Down, nothing is done"
     ERROR = "500, nothing is done"
     DENY = "403, nothing is done"
+    DECLINE = "501, nothing is done"
     RESET = "the connection breaks before the server hears of it"
     LOSE_ANSWER = "the server does it, then the connection breaks"
     CUT = "the connection breaks in the middle of the answer"
     SHORT = "the answer ends in the middle, in good order"
     HALF_SENT = "half of what is sent reaches the server, then both connections break"
     CORRUPT = "a bit of what is sent is flipped; of the answer if nothing is sent"
-    SLOW = "the answer takes longer than anyone waits"
+    SLOW = "the answer takes long"
     TRICKLE = "the answer comes drop by drop"
     STALE = "the answer is the first one that was given to such a request"
 
@@ -105,9 +110,8 @@ class Proxy:
     most_at_once: int = 0
 
     def options(self, root: S3Root, **change: object) -> dict[str, object]:
-        """Give the storage options of `root` by way of this proxy, with less patience than is usual."""
-        limits = {"deadline_s": 20, "config_kwargs": {"read_timeout": 1}}
-        return {**root.options, "endpoint_url": f"http://127.0.0.1:{self.port}", **limits, **change}
+        """Give the storage options of `root` by way of this proxy."""
+        return {**root.options, "endpoint_url": f"http://127.0.0.1:{self.port}", **change}
 
     def count(self, operation: str) -> int:
         """Give the number of requests of a kind."""
@@ -185,6 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(500, "InternalError")
             case Fault.DENY:
                 self._refuse(403, "AccessDenied")
+            case Fault.DECLINE:
+                self._refuse(501, "NotImplemented")
             case Fault.RESET:
                 self._break()
             case Fault.HALF_SENT:

@@ -45,7 +45,7 @@ def test_a_raising_rank_fails_the_call() -> None:
 def test_a_dying_rank_fails_the_call() -> None:
     """A rank that exits without a word is reported."""
     with pytest.raises(RankError, match="rank 1: Died"):
-        run_ranks(2, _die_on, 1, timeout_s=5)
+        run_ranks(2, _die_on, 1, timeout_s=60)
 
 
 def test_a_hanging_rank_fails_the_call() -> None:

@@ -172,7 +172,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def machine(folder: Path) -> str:
-    """Describe the machine and where the files lie."""
+    """Describe the machine, where the files lie, and how much others had it do in the last minute."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [mount for mount in mounts if str(folder.resolve()).startswith(mount[1])]
     kind = max(inside, key=lambda mount: len(mount[1]))[2]
@@ -180,5 +180,6 @@ def machine(folder: Path) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors", "google-crc32c"))
     return (
         f"{os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GiB memory, {kind}, "
-        f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, {packages}"
+        f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, {packages}; "
+        f"load of others {os.getloadavg()[0]:.1f}"
     )

@@ -5,7 +5,7 @@ Knows how laid-out ranks become a committed checkpoint; refuses to know where th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -86,7 +86,12 @@ def rewrite(
         files = job.files if not token else lay_out_shards(job.draft.tensors, job.chunks, job.draft.naming(token))
         numbers = divide(files, team.size)
         share = cut_out(files, numbers[team.rank])
-        crcs = _write_share(job, share, target, options)
+
+        def all_have_written() -> None:
+            together.gather(b"")
+            together.share(lambda: b"")
+
+        crcs = _write_share(job, share, target, options, before_commit=all_have_written)
         parts = together.gather(crcs.tobytes())
         if team.rank == 0:
             done = [
@@ -97,10 +102,20 @@ def rewrite(
     return destination
 
 
-def _write_share(job: Rewrite, share: Share, target: Store, options: TransferOptions) -> NDArray[np.int64]:
+def _write_share(
+    job: Rewrite, share: Share, target: Store, options: TransferOptions, before_commit: Callable[[], None]
+) -> NDArray[np.int64]:
     """Write some of the files, and give the checksums of their chunks."""
     derivation = Derivation.renaming(share.files.catalogue, job.renamed)
     with closing(ReaderPool(job.store)) as pool:
         sources = pool.sources([file.path for file in job.source.files])
-        written = write_files(job.source, sources, share.files, target, options=options, derivation=derivation)
+        written = write_files(
+            job.source,
+            sources,
+            share.files,
+            target,
+            options=options,
+            derivation=derivation,
+            before_commit=before_commit,
+        )
     return written.catalogue.chunk_crc

@@ -18,7 +18,7 @@ from shardckpt.region import whole
 from shardckpt.s3_store import PART_BYTES, S3Store
 from shardckpt.storage import open_store
 from shardckpt.transfer import TransferOptions, transfer
-from tests.s3_proxy import Fault, Proxy, first, sometimes
+from tests.s3_proxy import IMPATIENT, Fault, Proxy, first, sometimes
 from tests.s3_server import S3Root, S3Server
 from tests.shardckpt.checkpoints import read_checkpoint, write_checkpoint
 
@@ -52,7 +52,7 @@ def test_nothing_is_lost_and_nothing_is_wrong(day: str, s3_proxy: Proxy, s3_root
     """Whatever strikes some of the requests, a save and a load succeed, and no upload is left behind."""
     faults, share = BAD_DAYS[day]
     s3_proxy.choose = sometimes(*faults, share=share, only=("part", "put") if day == "corrupting" else ())
-    store = open_store(s3_root.url, s3_proxy.options(s3_root))
+    store = open_store(s3_root.url, s3_proxy.options(s3_root, **IMPATIENT if day == "slow" else {}))
     write_checkpoint(store, ARRAYS)
     write_checkpoint(store, OTHERS, overwrite=True)
     assert same(read_checkpoint(store), OTHERS)
@@ -69,7 +69,7 @@ def test_an_answer_that_drips_is_asked_for_again(s3_proxy: Proxy, s3_root: S3Roo
     out, reader = np.empty(4 << 20, np.uint8), store.open_reader("shard-00000-of-00002.safetensors")
     started = time.monotonic()
     reader.read_into(0, out)
-    assert 2 <= time.monotonic() - started < 10
+    assert 2 <= time.monotonic() - started < 30
     assert s3_proxy.count("get") == 2
 
 
@@ -89,8 +89,8 @@ def test_a_failure_that_lasts_is_told_in_time(
     s3_proxy.choose = first(fault, 1 << 30, operation)
     started = time.monotonic()
     with pytest.raises(StorageError, match=text) as caught:
-        write_checkpoint(open_store(s3_root.url, s3_proxy.options(s3_root, deadline_s=1.5)), ARRAYS)
-    assert time.monotonic() - started < 15
+        write_checkpoint(open_store(s3_root.url, s3_proxy.options(s3_root, deadline_s=1.5, **IMPATIENT)), ARRAYS)
+    assert time.monotonic() - started < 30
     assert "gave up after" in str(caught.value)
     assert "the first failed with" in str(caught.value)
     assert "Check that the server is up and within reach, and whether it throttles" in str(caught.value)
@@ -107,10 +107,9 @@ def test_a_server_that_goes_away_does_not_hold_up_the_error(
 ) -> None:
     """Cleaning up is tried for one upload only when nothing answers; the next save at that place does it."""
     s3_proxy.choose = lambda request: Fault.RESET if s3_proxy.count("part") > 3 else None
-    started = time.monotonic()
     with pytest.raises(StorageError, match="gave up after"):
         write_checkpoint(open_store(s3_root.url, s3_proxy.options(s3_root, deadline_s=1)), ARRAYS, world_size=12)
-    assert time.monotonic() - started < 6
+    assert len({request.path for request in s3_proxy.requests if request.operation == "abort"}) == 1
     assert s3_server.uploads(s3_root.prefix) != []
     store = open_store(s3_root.url, s3_root.options)
     assert prepare(store, overwrite=False).leftovers != ()
@@ -125,7 +124,7 @@ def test_an_error_in_a_write_publishes_nothing(s3_proxy: Proxy, s3_root: S3Root,
     s3_proxy.choose = lambda asked: Fault.DENY if asked.operation == "part" and s3_proxy.count("part") == 3 else None
     with pytest.raises(StorageError, match=r"cannot write part \d of .*AccessDenied.*Check the credentials"):
         write_checkpoint(open_store(s3_root.url, s3_proxy.options(s3_root)), OTHERS, overwrite=True)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert store.list() == before
     assert s3_server.uploads(s3_root.prefix) == []
     assert same(read_checkpoint(store), ARRAYS)
@@ -169,6 +168,16 @@ def test_a_manifest_whose_answer_was_lost_is_known_again(s3_proxy: Proxy, s3_roo
     with pytest.raises(CheckpointExistsError):
         store.put("x", b"again", is_new=True)
     assert store.get("x", max_nbytes=10) == b"mine"
+
+
+def test_a_server_without_conditions_is_served_without_them(s3_proxy: Proxy, s3_root: S3Root) -> None:
+    """There, whether a file is new is only looked up before it is put."""
+    s3_proxy.choose = first(Fault.DECLINE, 1, "put")
+    store = open_store(s3_root.url, s3_proxy.options(s3_root))
+    store.put("x", b"mine", is_new=True)
+    assert store.get("x", max_nbytes=10) == b"mine"
+    with pytest.raises(CheckpointExistsError):
+        store.put("x", b"again", is_new=True)
 
 
 def test_what_came_damaged_is_found(s3_proxy: Proxy, s3_root: S3Root) -> None:

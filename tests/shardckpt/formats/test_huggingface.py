@@ -91,9 +91,7 @@ def test_two_files_with_one_tensor_are_refused(tmp_path: Path) -> None:
     """Which of the two is meant cannot be known."""
     write_sharded(tmp_path, {"a": np.ones(3)}, {"a": np.ones(3)})
     store = open_store(tmp_path)
-    with pytest.raises(
-        FormatError, match=r"'a' is in 'model-00001.*' and in 'model-00002.*'; the files are"
-    ):
+    with pytest.raises(FormatError, match=r"'a' is in 'model-00001.*' and in 'model-00002.*'; the files are"):
         read_files(store, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
 
 
