@@ -93,6 +93,7 @@ COLLECTIVES_IN: dict[str, tuple[str, ...]] = {"sharding": ("collectives",), "sha
 """Package -> the files that may issue collectives."""
 
 MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
+    ("sharding/settings", "_module_classes_to_ignore"): "torch's own name of this argument",
     (
         "sharding/bucket",
         "_parameters",

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+from torch import nn
+
 import sharding
+from tests.ranks import run_ranks
 
 
 def test_every_public_name_is_there_twice_alike() -> None:
@@ -30,3 +34,25 @@ def test_the_layout_needs_no_torch() -> None:
     """Offline tools ask the layout where an element lies without importing torch."""
     code = "import sys, sharding.layout; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _refused() -> list[str]:
+    found = []
+    for options in (
+        {"cpu_offload": sharding.CPUOffload(offload_params=True)},
+        {"limit_all_gathers": False},
+        {"mixed_precision": sharding.MixedPrecision(keep_low_precision_grads=True)},
+        {"mixed_precision": sharding.MixedPrecision(_module_classes_to_ignore=(nn.Linear,))},
+    ):
+        with pytest.raises(sharding.UnsupportedError) as caught:
+            sharding.FullyShardedDataParallel(nn.Linear(2, 2), **options)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    return found
+
+
+def test_options_that_are_not_served_are_refused_with_the_reason() -> None:
+    """Nothing that is asked for is ignored in silence."""
+    (messages,) = run_ranks(1, _refused)
+    for message, name in zip(messages, ("cpu_offload", "limit_all", "keep_low", "_module_classes"), strict=True):
+        assert message.startswith(name)
+        assert "leave it out" in message or "wrap those" in message
