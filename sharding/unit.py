@@ -51,11 +51,6 @@ class Unit:
         ]
 
     @property
-    def is_trainable(self) -> bool:
-        """True if some bucket has gradients."""
-        return any(bucket.is_trainable for bucket in self.buckets)
-
-    @property
     def is_gathering(self) -> bool:
         """True if a gather is under way that nobody has waited for."""
         return any(bucket.state is BucketState.GATHERING for bucket in self.buckets)
