@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
     from sharding.fsdp import FullyShardedDataParallel
-    from sharding.functional import fully_shard
+    from sharding.functional import fully_shard, reset
     from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from sharding.state_dict import (
         LocalTensor,
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
         load_full_state_dict,
         local_state_dict,
     )
+    from sharding.state_options import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
     from sharding.wrap import (
         CustomPolicy,
         ModuleWrapPolicy,
@@ -30,10 +43,21 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "errors": ("LoadError", "ShardingError", "StateError", "UnsupportedError", "WrapError"),
+    "errors": (
+        "LoadError",
+        "ShardingError",
+        "StateError",
+        "UnsupportedError",
+        "WrapError",
+    ),
     "fsdp": ("FullyShardedDataParallel",),
-    "functional": ("fully_shard",),
-    "policy": ("BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"),
+    "functional": ("fully_shard", "reset"),
+    "policy": (
+        "BackwardPrefetch",
+        "CPUOffload",
+        "MixedPrecision",
+        "ShardingStrategy",
+    ),
     "state_dict": (
         "LocalTensor",
         "bucket_layouts",
@@ -43,6 +67,19 @@ _HOME = {
         "load_full_optimizer_state_dict",
         "load_full_state_dict",
         "local_state_dict",
+    ),
+    "state_options": (
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "OptimStateDictConfig",
+        "OptimStateKeyType",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
     ),
     "wrap": (
         "CustomPolicy",
@@ -59,13 +96,24 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CustomPolicy",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "LoadError",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "LocalTensor",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingError",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "StateError",
     "UnsupportedError",
     "WrapError",
@@ -79,6 +127,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "local_state_dict",
+    "reset",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]

@@ -27,11 +27,13 @@ class BucketState(Enum):
     | SHARDED | freed | spans of the shard |
     | GATHERING | allocated, being filled | spans of the shard |
     | WHOLE | filled | views of the whole buffer |
+    | SUMMONED | freed | whole tensors of the shard's dtype, for people, under the identity of the spans |
     """
 
     SHARDED = auto()
     GATHERING = auto()
     WHOLE = auto()
+    SUMMONED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,11 @@ class Bucket:
         return self._is_complete
 
     @property
+    def is_summoned(self) -> bool:
+        """True while people look at its parameters."""
+        return self.state is BucketState.SUMMONED
+
+    @property
     def has_gradients(self) -> bool:
         """True if some parameter has a gradient that is not yet reduced."""
         return any(self._has_gradient)
@@ -118,13 +125,12 @@ class Bucket:
         # and autograd would take it for a change of a saved tensor.
         whole = self._whole.data
         for index, member in enumerate(self.members):
-            view = self._span_of(self.shard, index)
+            view = self._local_view(index)
             start, stop = self.span(index)
             if member.original is not None and start < stop:
-                view.copy_(member.original.detach().reshape(-1)[start:stop])
+                view.copy_(member.original.detach().reshape(-1)[start:stop].view(view.shape))
             member.original = None
             slot = self.layout.slots[index]
-            view = view.view(slot.shape) if self.group.size == 1 else view
             member.shard = member.whole = nn.Parameter(view, requires_grad=self.kind.requires_grad)
             self._show(member, member.shard)
             if self.is_always_whole:
@@ -142,13 +148,20 @@ class Bucket:
         begin = self.layout.starts[index] + start - self.group.rank * self.layout.shard_numel
         return shard.narrow(0, begin if start < stop else 0, stop - start)
 
+    def _local_view(self, index: int) -> torch.Tensor:
+        """Give what the optimizer sees of a parameter: its span, or in a group of one the parameter in its shape."""
+        span = self._span_of(self.shard, index)
+        return span.view(self.layout.slots[index].shape) if self.group.size == 1 else span
+
     # Parameters
 
     def gather(self) -> None:
         """Begin to fill the whole buffer; nothing to do if it is filled, or being filled, from the shard as it is."""
         if self.is_always_whole:
             self.state = BucketState.WHOLE
-        if self.is_always_whole or (self.state is not BucketState.SHARDED and self._version == self.shard._version):
+        if self.is_always_whole or self.is_summoned:
+            return
+        if self.state is not BucketState.SHARDED and self._version == self.shard._version:
             return
         self.reshard()
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
@@ -160,7 +173,7 @@ class Bucket:
     def unshard(self) -> None:
         """Make the parameters whole: wait for the gather, and let modules see them."""
         self.gather()
-        if self.state is BucketState.WHOLE:
+        if self.state is not BucketState.GATHERING:
             return
         assert self._work is not None
         self._work.wait()
@@ -171,7 +184,7 @@ class Bucket:
 
     def reshard(self) -> None:
         """Free the whole buffer, and let modules see their spans."""
-        if self.state is BucketState.SHARDED:
+        if self.state is BucketState.SHARDED or self.is_summoned:
             return
         if self._work is not None:
             self._work.wait()
@@ -181,6 +194,33 @@ class Bucket:
                 self._show(member, member.shard)
         self._free_whole()
         self.state = BucketState.SHARDED
+
+    def summon(self, values: Sequence[torch.Tensor]) -> None:
+        """Let modules and the optimizer see these whole tensors in place of the spans, until `dismiss`."""
+        self.reshard()
+        for member, value in zip(self.members, values, strict=True):
+            member.shard.grad = None  # it would not fit
+            member.shard.data = value
+        self.state = BucketState.SUMMONED
+
+    def dismiss(self, *, writeback: bool) -> None:
+        """End `summon`; with `writeback`, keep this rank's part of what was changed."""
+        for index, member in enumerate(self.members):
+            view, (start, stop) = self._local_view(index), self.span(index)
+            if writeback:
+                view.copy_(member.shard.data.reshape(-1)[start:stop].view(view.shape))
+            member.shard.grad = None
+            member.shard.data = view
+        self.state = BucketState.SHARDED
+
+    def collect(self, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Give a buffer laid out like the shard with what this rank holds of each parameter, zeros for None."""
+        dtype = next((local.dtype for local in locals_ if local is not None), self.kind.dtype)
+        buffer = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.shard.device)
+        for index, local in enumerate(locals_):
+            if local is not None:
+                self._span_of(buffer, index).copy_(local.reshape(-1))
+        return buffer
 
     def gather_values(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Gather a buffer laid out like the shard, and give each parameter's whole tensor.
@@ -199,9 +239,9 @@ class Bucket:
         Collective:
             All ranks of the group; blocks.
         """
-        shard = torch.zeros(self.layout.shard_numel, dtype=local.dtype, device=local.device)
-        self._span_of(shard, index).copy_(local.reshape(-1))
-        return self.gather_values(shard)[index]
+        return self.gather_values(self.collect([local if i == index else None for i in range(len(self.members))]))[
+            index
+        ]
 
     def _free_whole(self) -> None:
         if not self.is_always_whole:

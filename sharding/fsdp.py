@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,20 +12,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding import clip
-from sharding import state_dict as states
 from sharding.assignment import Ignored, assign
 from sharding.errors import UnsupportedError
+from sharding.fsdp_states import StatefulWrapper
 from sharding.functional import make_unit
 from sharding.hooks import Hooks, hooks_below
 from sharding.initial import materialise, synchronise
 from sharding.mesh import groups_for
-from sharding.names import Wrapper
 from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
 from sharding.wrap import Policy, units_to_wrap
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(StatefulWrapper):
     """Shards a module over ranks; the interface of `torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Differences, where torch leaves a choice: parameters keep their identity for the optimizer as one 1-D span each
@@ -188,27 +187,6 @@ class FullyShardedDataParallel(Wrapper):
             raise UnsupportedError("clip_grad_norm_ is for the root; call it on the outermost module")
         return clip.clip_grad_norm(self, [h.unit for h in hooks_below(self)], max_norm, norm_type)
 
-    def state_dict(  # type: ignore[override]  # torch has overloads that differ in the destination's type only
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Give the full state by name, on every rank, as the module without sharding would.
-
-        Collective:
-            All ranks; blocks.
-        """
-        full = states.full_state_dict(self)
-        target: dict[str, Any] = {} if destination is None else destination
-        target.update({f"{prefix}{name}": value for name, value in full.items()})
-        return target
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state dict, which every rank has.
-
-        Collective:
-            None.
-        """
-        return states.load_full_state_dict(self, state_dict, strict=strict)
-
 
 def _wrap(root: nn.Module, policy: Policy | None, ignored: Ignored, settings: Settings) -> Hooks:
     """Make units of `root` and of what a policy picks, put wrappers around the latter, and give the root's hooks."""
@@ -223,7 +201,7 @@ def _wrap(root: nn.Module, policy: Policy | None, ignored: Ignored, settings: Se
 def _wrapper(module: nn.Module, hooks: Hooks) -> FullyShardedDataParallel:
     """Give the wrapper around a module that is a unit already."""
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    Wrapper.__init__(wrapper)
+    StatefulWrapper.__init__(wrapper)
     wrapper._take(module, hooks)
     return wrapper
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding.assignment import Ignored, assign
 from sharding.bucket import Member
 from sharding.errors import WrapError
-from sharding.hooks import Hooks, hooks_of
+from sharding.hooks import Hooks, hooks_below, hooks_of
 from sharding.mesh import groups_for
 from sharding.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
@@ -69,6 +69,20 @@ def fully_shard(
     for owner in owners:
         make_unit(owner, members[owner], settings.override(candidates.get(owner, {})))
     return module
+
+
+def reset(module: nn.Module) -> None:
+    """Forget a step that an exception cut short: parameters are sharded again, its gradients are dropped.
+
+    The next forward of the root does it by itself; call it to take states or to end training before that. Gradients of
+    earlier steps stay.
+
+    Collective:
+        None, but it waits for collectives under way: every rank that met the exception calls it.
+    """
+    for hooks in hooks_below(module):
+        if hooks.runtime is not None:
+            hooks.runtime.reset()
 
 
 def make_unit(module: nn.Module, members: Sequence[Member], settings: Settings) -> Hooks:

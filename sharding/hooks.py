@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from sharding.bucket import Bucket
 from sharding.runtime import Runtime
 from sharding.settings import Settings
+from sharding.state_hooks import StateHooks
 from sharding.unit import Unit
 
 Arguments = tuple[object, ...]
@@ -29,6 +30,7 @@ class Hooks:
     Attributes:
         unit: Its parameters.
         settings: What was asked for.
+        states: What `state_dict` and `load_state_dict` do.
         runtime: What the units under one root share; None until the first forward.
         is_root: True if no unit is above.
     """
@@ -38,6 +40,7 @@ class Hooks:
         self.settings = settings
         self.runtime: Runtime | None = None
         self.is_root = False
+        self.states = StateHooks(unit)
         module = unit.module
         module.register_forward_pre_hook(untraced(self._pre_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(untraced(self._post_forward), with_kwargs=True)

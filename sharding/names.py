@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,38 @@ from torch import nn
 class Wrapper(nn.Module):
     """A module that only passes on to one other; its own child's name is no part of names.
 
-    `wrapped_name` is the attribute under which the child stands.
+    Its `state_dict` and `load_state_dict` use the child's names. `wrapped_name` is the attribute under which the child
+    stands.
     """
 
     wrapped_name: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_leave_out_name)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_put_in_name)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_clean_report)  # type: ignore[no-untyped-call]
+
+
+def _leave_out_name(module: Wrapper, state: MutableMapping[str, object], prefix: str, metadata: object) -> None:
+    _rename(state, f"{prefix}{module.wrapped_name}.", prefix)
+
+
+def _put_in_name(
+    module: Wrapper, state: MutableMapping[str, object], prefix: str, metadata: object, *report: object
+) -> None:
+    _rename(state, prefix, f"{prefix}{module.wrapped_name}.")
+
+
+def _rename(state: MutableMapping[str, object], before: str, after: str) -> None:
+    for key in [key for key in state if key.startswith(before)]:
+        state[after + key[len(before) :]] = state.pop(key)
+
+
+def _clean_report(module: Wrapper, report: object) -> None:
+    """Take the child's name out of missing and unexpected keys; torch does not tell this hook where it stands."""
+    for keys in report if isinstance(report, tuple) else ():
+        keys[:] = [key.replace(f"{module.wrapped_name}.", "") for key in keys]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ class Runtime:
         first_use = dict.fromkeys(self._order or self._last_order)
         self._to_reduce = [(u, b) for u in reversed(first_use) for b in reversed(u.buckets) if b.is_trainable]
         for unit in self.units:
+            unit.is_in_backward = True
             for bucket in unit.buckets:
                 bucket.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -194,6 +195,8 @@ class Runtime:
         self._uses.clear()
         self._outermost = None
         self._is_in_backward = False
+        for unit in self.units:
+            unit.is_in_backward = False
 
 
 def _twin(group: Group, twins: dict[object, Group]) -> Group:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sharding import names
-from sharding.bucket import Bucket, BucketState
+from sharding.bucket import Bucket
 from sharding.errors import LoadError, StateError
 from sharding.layout import BucketLayout
 from sharding.unit import Unit
@@ -230,8 +230,14 @@ def _members(module: nn.Module) -> dict[int, tuple[Unit, Bucket, int]]:
     """Give, by identity of its shard, where each parameter of a unit lies."""
     found: dict[int, tuple[Unit, Bucket, int]] = {}
     for unit in units_below(module):
+        if unit.is_in_backward:
+            raise StateError(
+                "a backward is under way, or an exception cut one short; take states after it, or call "
+                "sharding.reset(module)"
+            )
+        unit.reshard()
         for bucket in unit.buckets:
-            if bucket.state is not BucketState.SHARDED and not bucket.is_always_whole:
-                raise StateError("parameters are whole or being gathered; take states between steps, after backward")
+            if bucket.is_summoned:
+                raise StateError("parameters are summoned; take states by name after the context")
             found |= {id(member.shard): (unit, bucket, index) for index, member in enumerate(bucket.members)}
     return found

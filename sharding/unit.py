@@ -26,6 +26,8 @@ class Unit:
         strategy: When they are whole.
         precision: In which dtypes it computes and reduces.
         shards, replicas: The ranks that hold the other shards, and those that hold the same.
+        world_size: Number of all these ranks.
+        is_in_backward: The runtime is computing gradients, or was when an exception came.
         reduce_shards, reduce_replicas: The same ranks, for reductions; the runtime gives them an order of their own.
     """
 
@@ -41,6 +43,7 @@ class Unit:
         self.shards = self.reduce_shards = settings.groups.shards
         self.replicas = self.reduce_replicas = settings.groups.replicas
         self.world_size = self.shards.size * self.replicas.size
+        self.is_in_backward = False
         kinds: dict[BucketKind, list[Member]] = {}
         for member in members:
             assert member.original is not None
@@ -59,6 +62,11 @@ class Unit:
     def is_partly_frozen(self) -> bool:
         """True if some bucket has no gradients, by whose coming it would be freed."""
         return not all(bucket.is_trainable for bucket in self.buckets)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the first of all ranks that share or replicate it."""
+        return self.shards.rank == self.replicas.rank == 0
 
     @property
     def is_replicated(self) -> bool:

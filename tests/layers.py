@@ -7,14 +7,15 @@ from __future__ import annotations
 
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
-        ("errors", "layout", "names", "policy", "collectives"),
+        ("errors", "layout", "names", "policy", "collectives", "sharded_tensor", "state_options"),
         ("bucket", "mesh", "wrap"),
         ("settings",),
         ("unit",),
-        ("clip", "runtime", "state_dict"),
+        ("clip", "runtime", "state_dict", "state_hooks", "summon"),
         ("hooks",),
         ("assignment",),
         ("functional", "initial"),
+        ("fsdp_states",),
         ("fsdp",),
         ("__init__",),
     ),
@@ -109,6 +110,14 @@ MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
     ("sharding/runtime", "_C"): "home of the next",
     ("sharding/runtime", "_current_graph_task_id"): "torch has no public way to ask whether autograd is running",
     ("sharding/runtime", "_execution_engine"): "the only way to be called when a backward pass ends",
+    ("sharding/sharded_tensor", "torch.distributed._shard.metadata"): "the only home of the sharded tensor, as below",
+    ("sharding/sharded_tensor", "torch.distributed._shard.sharded_tensor.api"): "as above",
+    ("sharding/sharded_tensor", "torch.distributed._shard.sharded_tensor.metadata"): "as above",
+    ("sharding/sharded_tensor", "torch.distributed._shard.sharded_tensor.shard"): "as above",
+    (
+        "sharding/sharded_tensor",
+        "_init_from_local_shards_and_global_metadata",
+    ): "the public constructor gathers what every rank can compute",
     ("shardckpt/coordinate", "_get_default_store"): "torch has no public way to the store that its ranks share",
     ("shardckpt/coordinate", "torch._C._distributed_c10d"): "the only home of the error that this store raises",
 }
