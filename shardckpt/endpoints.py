@@ -6,15 +6,17 @@ without a copy. Knows one end at a time; refuses to know plans.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.storage import Reader, Store, Writer
+from shardckpt.store import PartRule
 
 Bytes = NDArray[np.uint8]
 
@@ -51,6 +53,18 @@ class Sink(ABC):
     @abstractmethod
     def write(self, byte_offset: int, data: Bytes) -> None:
         """Take `data` at `byte_offset`."""
+
+    def rule_of_copies(self, source: Source) -> PartRule | None:
+        """Give the rule by which a server can copy ranges of `source` to here; None if it cannot."""
+        return None
+
+    def expect_copies(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Hear, before the first write, which byte ranges `[begin, end)` will come by `copy_from`, each in one go."""
+        raise NotImplementedError
+
+    def copy_from(self, source: Source, source_offset: int, byte_offset: int, nbytes: int) -> int:
+        """Let the server copy a range; give its CRC-32C. Only where there is a `rule_of_copies`."""
+        raise NotImplementedError
 
     def finish(self) -> None:  # noqa: B027  # memory is finished as it is
         """All is written: make it durable, still unseen."""
@@ -105,12 +119,23 @@ class FileSource(Source):
         self._path = path
         self.is_remote = pool.is_remote
 
-    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
+    @property
+    def store(self) -> Store:
+        """Where the file is."""
+        return self._pool.store
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Reader]:
+        """Lend the open file."""
         reader = self._pool.acquire(self._path)
         try:
-            reader.read_into(byte_offset, out)
+            yield reader
         finally:
             self._pool.release(self._path)
+
+    def fetch(self, byte_offset: int, out: Bytes) -> Bytes:
+        with self.opened() as reader:
+            reader.read_into(byte_offset, out)
         return out
 
 
@@ -118,7 +143,7 @@ class ReaderPool:
     """The open files of one store: a bounded number, the longest unused closed first."""
 
     def __init__(self, store: Store, max_open: int = MAX_OPEN_READERS) -> None:
-        self._store = store
+        self.store = store
         self._max_open = max_open
         self.is_remote = store.is_remote
         self._lock = Lock()
@@ -135,7 +160,7 @@ class ReaderPool:
             reader = self._take(path)
         if reader is not None:
             return reader
-        opened = self._store.open_reader(path)  # not under the lock: other files need not wait for a slow answer
+        opened = self.store.open_reader(path)  # not under the lock: other files need not wait for a slow answer
         with self._lock:
             reader = self._take(path)
             if reader is None:
@@ -179,12 +204,25 @@ class FileSink(Sink):
         self._nbytes = nbytes
         self._lock = Lock()
         self._writer: Writer | None = None
+        self._copied: Sequence[tuple[int, int]] = ()
         self.is_sequential = store.is_sequential
         self.is_remote = store.is_remote
         self.part_bytes = store.part_bytes(nbytes)
 
     def write(self, byte_offset: int, data: Bytes) -> None:
         self._begun().write(byte_offset, data)
+
+    def rule_of_copies(self, source: Source) -> PartRule | None:
+        can_copy = isinstance(source, FileSource) and self._store.can_copy_from(source.store)
+        return self._store.part_rule(self._nbytes) if can_copy else None
+
+    def expect_copies(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._copied = ranges
+
+    def copy_from(self, source: Source, source_offset: int, byte_offset: int, nbytes: int) -> int:
+        assert isinstance(source, FileSource), "as rule_of_copies says"
+        with source.opened() as reader:
+            return self._begun().copy_from(reader, source_offset, byte_offset, nbytes)
 
     def finish(self) -> None:
         self._begun().finish()
@@ -200,5 +238,7 @@ class FileSink(Sink):
         with self._lock:
             if self._writer is None:
                 self._writer = self._store.create(self._path, nbytes=self._nbytes)
+                if self._copied:
+                    self._writer.expect_copies(self._copied)
                 self._writer.write(0, self._header)
             return self._writer

@@ -70,7 +70,8 @@ class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         use_ssl: False for plain HTTP where `endpoint_url` does not say.
         client_kwargs: For botocore's `create_client`, such as `region_name` and `verify`.
         config_kwargs: For botocore's `Config`, such as `connect_timeout`, `read_timeout` and `s3`.
-        deadline_s: How long an operation is tried again; the only one that s3fs does not have.
+        deadline_s: How long an operation is tried again. s3fs has neither this nor the next.
+        part_copies: False to pass all bytes through this process where the server could copy them by itself.
     """
 
     anon: bool = False
@@ -83,6 +84,7 @@ class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_kwargs: dict[str, object] = {}
     config_kwargs: dict[str, object] = {}
     deadline_s: float = RetryPolicy().deadline_s
+    part_copies: bool = True
 
     @classmethod
     def parse(cls, options: Mapping[str, object]) -> S3Options:
@@ -105,12 +107,13 @@ class S3Connection:
     A client must not cross a fork: parent and child would talk over the same sockets.
 
     Attributes:
+        options: Whom it asks, and how.
         is_out_of_reach: True from when cleaning up after a failure failed too; nothing more is tried of that kind.
     """
 
     def __init__(self, options: S3Options) -> None:
         self.is_out_of_reach = False
-        self._options = options
+        self.options = options
         self._retry = RetryPolicy(options.deadline_s)
         self._clients: dict[int, Client] = {}  # by process; the parent's is kept, as its sockets are not ours to close
 
@@ -146,7 +149,7 @@ class S3Connection:
         """Give this process's client. Two threads may both make one: one of them is dropped."""
         process = os.getpid()
         if process not in self._clients:
-            self._clients[process] = _new_client(self._options)
+            self._clients[process] = _new_client(self.options)
         return self._clients[process]
 
 

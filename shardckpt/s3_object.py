@@ -58,12 +58,17 @@ class UploadedPart:
     Attributes:
         number: From 1.
         etag: What the server calls it.
-        checksum: CRC-32C as S3 writes it; None if none was sent.
+        checksum: CRC-32C as S3 writes it; None if none was sent, or the server tells none of what it copied.
     """
 
     number: int
     etag: str
     checksum: str | None
+
+    @property
+    def crc(self) -> int | None:
+        """The checksum as a number."""
+        return None if self.checksum is None else int.from_bytes(base64.b64decode(self.checksum), "big")
 
 
 class Stream(Protocol):
@@ -84,6 +89,15 @@ class S3Object:
         self._connection = connection
         self._at = {"Bucket": bucket, "Key": key}
 
+    @property
+    def location(self) -> dict[str, str]:
+        """Bucket and key."""
+        return self._at
+
+    def replaced(self) -> StorageError:
+        """Give the error for an object that is no longer the one that was opened."""
+        return self._failed("was replaced while it was read; open the checkpoint again")
+
     def head(self) -> Head:
         """Give size and identity; raises `CheckpointNotFoundError` if there is no object."""
         found = self._run("find", lambda client: client.head_object(**self._at))
@@ -98,7 +112,7 @@ class S3Object:
             answer = client.get_object(**self._at, Range=wanted.rstrip("/").replace(" ", "="))
             with contextlib.closing(answer["Body"]) as body:
                 if answer["ETag"] != etag:
-                    raise self._failed("was replaced while it was read; open the checkpoint again")
+                    raise self.replaced()
                 if not (found := str(answer.get("ContentRange", ""))).startswith(wanted):
                     raise self._failed(
                         f"was asked for {wanted[:-1]!r} and answered {found!r}; this server serves no ranges"
@@ -164,6 +178,31 @@ class S3Object:
             return UploadedPart(number, str(answer["ETag"]), checksum)
 
         return self._run(f"write part {number} of", request)
+
+    def copy_part(
+        self, upload: str, number: int, source: S3Object, etag: str, *, byte_offset: int, nbytes: int
+    ) -> UploadedPart:
+        """Let the server take one part from the object that was `etag` when it was opened."""
+        wanted = f"bytes={byte_offset}-{byte_offset + nbytes - 1}"
+        copied = {"CopySource": source.location, "CopySourceRange": wanted, "CopySourceIfMatch": etag}
+
+        def request(client: Client) -> UploadedPart:
+            try:
+                answer = client.upload_part_copy(**self._at, UploadId=upload, PartNumber=number, **copied)
+            except ClientError as error:
+                match error_code(error):
+                    case "PreconditionFailed" | "NoSuchKey":
+                        raise source.replaced() from error
+                    case "NotImplemented":
+                        raise self._failed(
+                            "cannot be made of parts that the server copies: this server does not know "
+                            "UploadPartCopy; set the storage option part_copies=false"
+                        ) from error
+                raise
+            found = answer["CopyPartResult"]
+            return UploadedPart(number, str(found["ETag"]), found.get("ChecksumCRC32C"))
+
+        return self._run(f"copy part {number} of", request)
 
     def complete_upload(self, upload: str, parts: Sequence[UploadedPart], *, nbytes: int, mark: str) -> None:
         """Make the object of its parts, in order, and prove that it is there."""

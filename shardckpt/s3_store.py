@@ -9,21 +9,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from shardckpt.checksum import crc32c
 from shardckpt.errors import CheckpointNotFoundError, StorageError, UnsupportedError
 from shardckpt.s3_client import Client, S3Connection, S3Options
 from shardckpt.s3_object import S3Object, UploadedPart
-from shardckpt.store import Bytes, Reader, Store, Writer, not_whole, taken, truncated
+from shardckpt.store import Bytes, PartRule, Reader, Store, Writer, not_whole, taken, truncated
 
 MAX_PARTS = 10_000
 """Of an upload; set by S3."""
 
+LEAST_PART_BYTES = 5 << 20
+"""Of every part but the last; set by S3."""
+
 PART_BYTES = 8 << 20
+MOST_COPIED_BYTES = 64 << 20
+"""Of a part that the server copies: several at a time are quicker, and none takes long enough to time out."""
+
 _ROUND_BYTES = 1 << 20
 
 
@@ -86,6 +94,22 @@ class S3Store(Store):
         least = -(-nbytes // MAX_PARTS)
         return max(PART_BYTES, -(-least // _ROUND_BYTES) * _ROUND_BYTES)
 
+    def can_copy_from(self, source: Store) -> bool:
+        """Tell whether `source` is on the same server, asked by the same account; the bucket may be another."""
+        return self.options.part_copies and isinstance(source, S3Store) and source.options == self.options
+
+    def part_rule(self, nbytes: int) -> PartRule:
+        """Give the rule by which there are never more than `MAX_PARTS`."""
+        part = self.part_bytes(nbytes)
+        # Stretches that need not be full parts may take turns with copied ones: as many as there are of these.
+        least = LEAST_PART_BYTES if nbytes < LEAST_PART_BYTES * (MAX_PARTS - 1) else 2 * part
+        return PartRule(LEAST_PART_BYTES, part, least, max(MOST_COPIED_BYTES, 2 * least))
+
+    @property
+    def options(self) -> S3Options:
+        """Whom it asks, and how."""
+        return self._connection.options
+
     def _object(self, path: str) -> S3Object:
         return S3Object(self._connection, self._bucket, self._prefix + path, f"{self.url}/{path}")
 
@@ -116,6 +140,19 @@ class S3Reader(Reader):
         if len(out):
             self._object.read_into(byte_offset, out, self._etag)
 
+    def copy_part(self, target: S3Object, upload: str, number: int, byte_offset: int, nbytes: int) -> UploadedPart:
+        """Let the server make a part of another object from bytes of this one."""
+        return target.copy_part(upload, number, self._object, self._etag, byte_offset=byte_offset, nbytes=nbytes)
+
+    def crc(self, byte_offset: int, nbytes: int) -> int:
+        """Read bytes and give their CRC-32C."""
+        crc, buffer = 0, np.empty(min(nbytes, PART_BYTES), np.uint8)
+        for begin in range(byte_offset, byte_offset + nbytes, PART_BYTES):
+            out = buffer[: byte_offset + nbytes - begin]
+            self.read_into(begin, out)
+            crc = crc32c(out, crc)
+        return crc
+
 
 class _Part:
     """A part that is not yet full."""
@@ -134,6 +171,7 @@ class S3Writer(Writer):
     def __init__(self, target: S3Object, nbytes: int, part_bytes: int) -> None:
         self.path = target.path
         self._object, self._nbytes, self._part_bytes = target, nbytes, part_bytes
+        self._begins = _part_begins(nbytes, part_bytes, ())
         self._mark = secrets.token_hex(16)
         self._lock = Lock()
         self._begun: dict[int, _Part] = {}
@@ -145,8 +183,8 @@ class S3Writer(Writer):
         if byte_offset + len(rest) > self._nbytes:
             raise not_whole(self.path, self._nbytes, byte_offset + len(rest))
         while len(rest):
-            index, begin = divmod(byte_offset, self._part_bytes)
-            part = self._part(index)
+            index = bisect_right(self._begins, byte_offset) - 1
+            begin, part = byte_offset - self._begins[index], self._part(index)
             piece = rest[: len(part.bytes) - begin]
             part.bytes[begin : begin + len(piece)] = piece
             with self._lock:
@@ -156,6 +194,17 @@ class S3Writer(Writer):
                 self._send(index, part)
             rest = rest[len(piece) :]
             byte_offset += len(piece)
+
+    def expect_copies(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._begins = _part_begins(self._nbytes, self._part_bytes, ranges)
+
+    def copy_from(self, source: Reader, source_offset: int, byte_offset: int, nbytes: int) -> int:
+        assert isinstance(source, S3Reader), "as can_copy_from says"
+        index = bisect_left(self._begins, byte_offset)
+        uploaded = source.copy_part(self._object, self._upload, index + 1, source_offset, nbytes)
+        with self._lock:
+            self._uploaded[index] = uploaded
+        return source.crc(source_offset, nbytes) if uploaded.crc is None else uploaded.crc
 
     def finish(self) -> None:
         sizes = [self._size_of(index) for index in self._uploaded]
@@ -180,7 +229,8 @@ class S3Writer(Writer):
                 self._object.abort_upload(upload)
 
     def _size_of(self, index: int) -> int:
-        return min(self._part_bytes, self._nbytes - index * self._part_bytes)
+        end = self._begins[index + 1] if index + 1 < len(self._begins) else self._nbytes
+        return end - self._begins[index]
 
     def _part(self, index: int) -> _Part:
         with self._lock:
@@ -193,6 +243,15 @@ class S3Writer(Writer):
         with self._lock:
             self._uploaded[index] = uploaded
             del self._begun[index]
+
+
+def _part_begins(nbytes: int, part_bytes: int, copied: Sequence[tuple[int, int]]) -> list[int]:
+    """Give where each part begins: the copied ranges, and what is between them cut into usual parts."""
+    begins, at = [], 0
+    for begin, end in (*copied, (nbytes, nbytes)):
+        begins += [*range(at, begin, part_bytes), *([begin] if begin < end else [])]
+        at = end
+    return begins
 
 
 def _call(client: Client, *, operation: str, asked: Mapping[str, object]) -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,28 @@ from shardckpt.retry import GaveUp
 Bytes = NDArray[np.uint8]
 
 TEMPORARY_SUFFIX = ".tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class PartRule:
+    """Of which parts a store can make a file that is copied in part by the server; all in bytes.
+
+    Attributes:
+        least_bytes: Every part but the last has as many.
+        part_bytes: Of a part that a writer fills.
+        least_copied_bytes: Of a part that the server copies; not less than `least_bytes`.
+        most_copied_bytes: Of such a part; at least twice `least_copied_bytes`.
+    """
+
+    least_bytes: int
+    part_bytes: int
+    least_copied_bytes: int
+    most_copied_bytes: int
+
+    def missing_bytes(self, nbytes: int) -> int:
+        """Give how many more a stretch of `nbytes` needs, for each of the parts that it is cut into to be allowed."""
+        rest = nbytes % self.part_bytes
+        return self.least_bytes - rest if 0 < rest < self.least_bytes else 0
 
 
 class Reader(ABC):
@@ -58,6 +81,17 @@ class Writer(ABC):
     @abstractmethod
     def write(self, byte_offset: int, data: Bytes | bytes) -> None:
         """Put `data` at `byte_offset`. Threads may write disjoint ranges, unless the store `is_sequential`."""
+
+    def expect_copies(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Hear, before the first write, which byte ranges `[begin, end)` will come by `copy_from`, each in one go."""
+        raise NotImplementedError
+
+    def copy_from(self, source: Reader, source_offset: int, byte_offset: int, nbytes: int) -> int:
+        """Let the server put bytes of another file at `byte_offset`; give the CRC-32C of what it put there.
+
+        Only for readers of a store that this one `can_copy_from`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self) -> None:
@@ -128,6 +162,14 @@ class Store(ABC):
     def part_bytes(self, nbytes: int) -> int:
         """Give the bytes of a file of `nbytes` that its writer keeps in memory for each thread that writes."""
         return 0
+
+    def can_copy_from(self, source: Store) -> bool:
+        """Tell whether the server can copy ranges of files of `source` to here by itself."""
+        return False
+
+    def part_rule(self, nbytes: int) -> PartRule:
+        """Give the rule for a file of `nbytes` bytes; only where there is a source that this store `can_copy_from`."""
+        raise NotImplementedError
 
     def free_bytes(self) -> int | None:
         """Give the room left, or None where that means nothing."""

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from shardckpt.checksum import crc32c
 from shardckpt.endpoints import Bytes, Sink, Source
+from shardckpt.part_copies import check_part, hand_over
 from shardckpt.parts import Parts, Row, compare, compose
 from shardckpt.plan import Copies, Plan
+from shardckpt.store import PartRule
 
 I64 = NDArray[np.int64]
 
@@ -159,13 +161,13 @@ class _Batch:
     """Copies that one worker does in one go.
 
     Attributes:
-        kind: "write": adjacent in the target file, written at once. "scatter": near each other in the source file,
-            read at once into memory. "weave": the window `[low, high)` of a target chunk, put together from strided
-            copies.
+        kind: "hand over": a part of the target file, which the server copies. "write": adjacent in the target file,
+            written at once. "scatter": near each other in the source file, read at once into memory. "weave": the
+            window `[low, high)` of a target chunk, put together from strided copies.
         rows: Indices of the copies.
     """
 
-    kind: Literal["write", "scatter", "weave"]
+    kind: Literal["hand over", "write", "scatter", "weave"]
     dst_file: int
     rows: I64
     low: int = 0
@@ -227,7 +229,11 @@ class _Copier:
         self._sources, self._sinks, self._on_progress = sources, sinks, on_progress
         self._sizes = sizes
         self._lock = threading.Lock()
-        self._copies = copies = _cut_long(plan.copies, sizes.piece_bytes)
+        self._plan = plan
+        handed = hand_over(plan, *_server_copies(plan, sources, sinks))
+        rest = _cut_long(handed.rest, sizes.piece_bytes)
+        self._copies = copies = Copies.concatenate([rest, handed.handed])
+        self._parts = _split(np.arange(len(rest), len(copies)), handed.part)
         self._src_file = plan.source.chunk_file[copies.src_chunk]
         self._dst_file = plan.target.chunk_file[copies.dst_chunk]
         self._src_chunk_at = plan.source.chunk_byte_offset
@@ -248,8 +254,13 @@ class _Copier:
     def jobs(self, buffer_bytes: int) -> Iterator[Sequence[_Batch]]:
         """Yield sequences of batches; a sequence is run in order by one worker."""
         batches = self._batches(buffer_bytes)
+        ranges: dict[int, list[tuple[int, int]]] = {}
         for batch in batches:
             self._pending[batch.dst_file] += 1
+            if batch.kind == "hand over":
+                ranges.setdefault(batch.dst_file, []).append((batch.low, batch.high))
+        for file, copied in ranges.items():
+            self._sinks[file].expect_copies(copied)
         for file, sink in enumerate(self._sinks):
             if not self._pending[file]:
                 sink.finish()
@@ -263,13 +274,22 @@ class _Copier:
         copies = self._copies
         is_strided = np.zeros(len(self._dst_chunk_at), bool)
         is_strided[copies.dst_chunk[copies.count > 1]] = True
-        strided = is_strided[copies.dst_chunk]
-        in_memory = np.array([sink.is_memory for sink in self._sinks], bool)[self._dst_file]
+        num_handed = sum(map(len, self._parts))
+        rows = np.arange(len(copies) - num_handed)
+        strided = is_strided[copies.dst_chunk[rows]]
+        in_memory = np.array([sink.is_memory for sink in self._sinks], bool)[self._dst_file[rows]]
         limit = min(self._sizes.batch_bytes, buffer_bytes)
         batches = self._scatters(np.flatnonzero(~strided & in_memory), limit)
         batches += self._writes(np.flatnonzero(~strided & ~in_memory), limit)
         batches += self._weaves(np.flatnonzero(strided), min(self._sizes.window_bytes, buffer_bytes))
-        return sorted(batches, key=lambda batch: (batch.dst_file, batch.low)) if strided.any() else batches
+        batches += map(self._handover, self._parts)
+        is_mixed = strided.any() or num_handed
+        return sorted(batches, key=lambda batch: (batch.dst_file, batch.low)) if is_mixed else batches
+
+    def _handover(self, rows: I64) -> _Batch:
+        """Give the batch of a part that the server copies."""
+        low, nbytes = int(self._copies.dst_offset[rows[0]]), int(self._copies.run_nbytes[rows].sum())
+        return _Batch("hand over", int(self._dst_file[rows[0]]), rows, low, low + nbytes)
 
     def _writes(self, rows: I64, limit: int) -> list[_Batch]:
         """Put copies together that are adjacent in their target file."""
@@ -310,6 +330,8 @@ class _Copier:
     def copy(self, batch: _Batch, buffer: Bytes, other: Bytes) -> None:
         """Do one batch with two buffers."""
         match batch.kind:
+            case "hand over":
+                nbytes = self._hand_over(batch)
             case "write":
                 nbytes = self._write(batch.rows, buffer)
             case "scatter":
@@ -323,6 +345,13 @@ class _Copier:
                 self._on_progress(nbytes)
         if is_last:
             self._sinks[batch.dst_file].finish()
+
+    def _hand_over(self, batch: _Batch) -> int:
+        copies = self._copies.take(batch.rows)
+        source, nbytes = self._sources[int(self._src_file[batch.rows[0]])], batch.high - batch.low
+        crc = self._sinks[batch.dst_file].copy_from(source, int(copies.src_offset[0]), batch.low, nbytes)
+        self._record(batch.rows, check_part(self._plan, copies, crc))
+        return nbytes
 
     def _write(self, rows: I64, buffer: Bytes) -> int:
         copies, sink = self._copies, self._sinks[int(self._dst_file[rows[0]])]
@@ -451,6 +480,17 @@ class _Copier:
                 self.unchecked.add(chunk)
             else:
                 self._woven[0].append((chunk, begin, nbytes, crc))
+
+
+def _server_copies(
+    plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink]
+) -> tuple[dict[int, PartRule], NDArray[np.bool_]]:
+    """Give the rules of target files that a server can copy something to, and for which copies it can."""
+    pairs, which = np.unique(plan.dst_file * len(sources) + plan.src_file, return_inverse=True)
+    files = [divmod(pair, len(sources)) for pair in pairs.tolist()]
+    rules = [sinks[dst].rule_of_copies(sources[src]) for dst, src in files]
+    found = {dst: rule for (dst, _), rule in zip(files, rules, strict=True) if rule is not None}
+    return found, np.array([rule is not None for rule in rules], bool)[which]
 
 
 def _as_runs(data: Bytes, number: int, nbytes: int, stride: int) -> NDArray[np.void]:

@@ -24,7 +24,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("region", "dtypes", "elements", "names", "coordinate", "store"),
         ("catalogue", "local_store", "fsspec_store", "s3_client", "team"),
         ("layout", "parts", "plan", "s3_object"),
-        ("dtensors", "s3_store"),
+        ("dtensors", "part_copies", "s3_store"),
         ("shard", "storage"),
         ("container", "endpoints", "optimizer_state"),
         ("conversion", "manifest", "shard_file", "tensors", "transfer"),

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -52,7 +53,8 @@ class Request:
     """What the client asks.
 
     Attributes:
-        operation: "get", "head", "put", "part", "create", "complete", "abort", "delete", "list" or "uploads".
+        operation: "get", "head", "put", "part", "copy part", "create", "complete", "abort", "delete", "list" or
+            "uploads".
         path: Bucket and key.
         range: The Range header, or "".
     """
@@ -101,6 +103,7 @@ class Proxy:
         requests: All that were made.
         struck: How often each fault happened.
         most_at_once: The largest number of requests under way at one time.
+        nbytes: Bytes of all bodies, in both directions.
     """
 
     port: int
@@ -108,6 +111,7 @@ class Proxy:
     requests: list[Request] = field(default_factory=list)
     struck: Counter[Fault] = field(default_factory=Counter)
     most_at_once: int = 0
+    nbytes: int = 0
 
     def options(self, root: S3Root, **change: object) -> dict[str, object]:
         """Give the storage options of `root` by way of this proxy."""
@@ -165,8 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_any(self) -> None:
         """Serve one request."""
         sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        asked = _request_of(self.command, self.path, self.headers.get("Range", ""))
+        asked = _request_of(self.command, self.path, self.headers)
         with self.server.lock:
+            self.server.proxy.nbytes += len(sent)
             self.server.proxy.requests.append(asked)
             fault = self.server.proxy.choose(asked)
             if fault:
@@ -200,6 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
                 is_changed = fault is Fault.CORRUPT and sent
                 answer, body = self._forward(_flipped(sent) if is_changed else sent)
                 with self.server.lock:
+                    self.server.proxy.nbytes += len(body)
                     first_answer = self.server.first_answers.setdefault(operation, (answer, body))
                 if fault is Fault.STALE:
                     answer, body = first_answer
@@ -272,13 +278,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-def _request_of(method: str, target: str, range_: str) -> Request:
+def _request_of(method: str, target: str, headers: Message) -> Request:
     url = urlsplit(target)
     query = parse_qs(url.query, keep_blank_values=True)
     is_key = url.path.count("/") > 1
     match method:
         case "PUT":
             operation = "part" if "partNumber" in query else "put"
+            operation = f"copy {operation}" if "x-amz-copy-source" in headers else operation
         case "POST":
             operation = "create" if "uploads" in query else "complete"
         case "DELETE":
@@ -287,7 +294,7 @@ def _request_of(method: str, target: str, range_: str) -> Request:
             operation = "uploads" if "uploads" in query else "list"
         case _:
             operation = method.lower()
-    return Request(operation, url.path, range_)
+    return Request(operation, url.path, headers.get("Range", ""))
 
 
 def _flipped(data: bytes) -> bytes:

@@ -99,7 +99,7 @@ def _copy_files(job: CopyJob, paths: list[str], options: TransferOptions) -> lis
     sinks = [FileSink(job.target, path, b"", file.nbytes) for path, file in zip(paths, job.files, strict=True)]
     with closing(ReaderPool(job.source)) as pool:
         sources = pool.sources([file.path for file in job.files])
-        copies = plan_bytes(job.files, segments, paths)
+        copies = plan_bytes(catalogue, segments, paths)
         found = transfer(copies, sources, sinks, options=replace(options, is_verified=False)).target_crc
     try:
         wrong = wrong_chunks(catalogue, segments, found).tolist()

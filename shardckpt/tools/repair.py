@@ -97,7 +97,7 @@ def repair(job: RepairJob, *, options: TransferOptions) -> None:
         CorruptError: If a chunk is not what the table says was saved.
     """
     segments = segments_of(job.catalogue)
-    found = read_checksums(job.store, job.catalogue.files, segments, options=options)
+    found = read_checksums(job.store, job.catalogue, segments, options=options)
     crcs = np.zeros(len(job.catalogue.chunk_file), np.int64)
     is_chunk = segments.chunk >= 0
     crcs[segments.chunk[is_chunk]] = found[is_chunk]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardckpt.catalogue import NO_CRC, Catalogue, File, Spans, Tensor
+from shardckpt.catalogue import NO_CRC, Catalogue, Spans, Tensor
 from shardckpt.checksum import combine_groups
-from shardckpt.endpoints import Bytes, ReaderPool, Sink
+from shardckpt.endpoints import NowhereSink, ReaderPool
 from shardckpt.plan import Plan, plan
 from shardckpt.storage import Store
 from shardckpt.transfer import TransferOptions, transfer
@@ -73,42 +73,32 @@ def file_crcs(catalogue: Catalogue, segments: Segments, found: I64) -> dict[int,
     return {number: crc for number, crc in zip(numbers, crcs, strict=True) if total[number] == expected[number]}
 
 
-def plan_bytes(files: Sequence[File], segments: Segments, paths: Sequence[str] | None = None) -> Plan:
+def plan_bytes(catalogue: Catalogue, segments: Segments, paths: Sequence[str] | None = None) -> Plan:
     """Plan to read segments as they are, and to put each at the same place of a file of the same size.
 
     Args:
-        files: The files.
-        segments: Which ranges; target chunk `i` of the plan is row `i`.
+        catalogue: Of the files, and of the chunks that segments are.
+        segments: Which ranges; source and target chunk `i` of the plan are row `i`.
         paths: Names of the target files; None for the same.
     """
+    files = catalogue.files
     tensors = tuple(Tensor(file.path, "U8", (file.nbytes,)) for file in files)
-    number, zero = np.arange(len(files)), np.zeros(len(files), np.int64)
-    sizes = np.array([file.nbytes for file in files], np.int64)
-    filled = number[sizes > 0]
-    source = Spans(filled, zero[filled], sizes[filled], filled, zero[filled], np.full(len(filled), NO_CRC, np.int64))
     begin, end = segments.byte_offset, segments.byte_offset + segments.nbytes
-    wanted = Spans(segments.file, begin, end, segments.file, begin, np.full(len(begin), NO_CRC, np.int64))
-    targets = tuple(
-        replace(file, path=path) for file, path in zip(files, paths or [f.path for f in files], strict=True)
-    )
-    return plan(Catalogue(tensors, tuple(files), source), Catalogue(tensors, targets, wanted))
+    crc = np.full(len(begin), NO_CRC, np.int64)
+    is_chunk = segments.chunk >= 0
+    crc[is_chunk] = catalogue.chunk_crc[segments.chunk[is_chunk]]
+    spans = Spans(segments.file, begin, end, segments.file, begin, crc)
+    names = paths or [file.path for file in files]
+    targets = tuple(replace(file, path=path) for file, path in zip(files, names, strict=True))
+    return plan(Catalogue(tensors, files, spans), Catalogue(tensors, targets, spans))
 
 
-def read_checksums(store: Store, files: Sequence[File], segments: Segments, *, options: TransferOptions) -> I64:
+def read_checksums(store: Store, catalogue: Catalogue, segments: Segments, *, options: TransferOptions) -> I64:
     """Read segments and give the checksum of each. # [segments]"""
     with closing(ReaderPool(store)) as pool:
-        sources = pool.sources([file.path for file in files])
-        copies, sinks = plan_bytes(files, segments), [_Nowhere() for _ in files]
+        sources = pool.sources([file.path for file in catalogue.files])
+        copies, sinks = plan_bytes(catalogue, segments), [NowhereSink() for _ in sources]
         return transfer(copies, sources, sinks, options=replace(options, is_verified=False)).target_crc
-
-
-class _Nowhere(Sink):
-    """Takes bytes and keeps none."""
-
-    is_sequential = False
-
-    def write(self, byte_offset: int, data: Bytes) -> None:
-        pass
 
 
 def wrong_chunks(catalogue: Catalogue, segments: Segments, found: I64) -> I64:

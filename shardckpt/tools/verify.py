@@ -121,7 +121,7 @@ def read_through(surveyed: Survey, *, options: TransferOptions) -> tuple[Problem
         StorageError: If something cannot be read.
     """
     catalogue, segments = surveyed.catalogue, surveyed.segments
-    found = read_checksums(surveyed.store, catalogue.files, segments, options=options)
+    found = read_checksums(surveyed.store, catalogue, segments, options=options)
     wrong = wrong_chunks(catalogue, segments, found)
     crcs = file_crcs(catalogue, segments, found)
     problems = []
