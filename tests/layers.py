@@ -36,6 +36,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "saving",
             "save_async",
+            "tools/adapters",
             "tools/holdings",
             "tools/recast",
             "tools/relayout",

@@ -14,7 +14,7 @@ from shardckpt.cli.verb import TeamVerb
 from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.errors import listing
 from shardckpt.storage import Store, split_url
-from shardckpt.tools.companions import CONFIG_PATH, Companions, find_companions
+from shardckpt.tools.companions import Companions, config_alone, find_companions
 from shardckpt.tools.export import expected_of, export, plan_export, refuse_taken
 from shardckpt.tools.recast import NewDtype
 from shardckpt.tools.rules_file import MAX_RULES_NBYTES, Rule, parse_rules
@@ -26,12 +26,18 @@ from shardckpt.tools.selection import Choice
 )
 @options.source
 @click.argument("destination", metavar="DST")
-@click.option("--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="The format: Hugging Face.")
+@click.option(
+    "--to",
+    type=click.Choice(["hf", "peft"]),
+    default="hf",
+    show_default=True,
+    help="The format: Hugging Face; or LoRA adapters alone, of a checkpoint that has their base model too.",
+)
 @click.option(
     "--like",
     metavar="DIR_OR_CONFIG",
     help="A folder of the same model, whose config, tokenizer and other files beside the weights go along, and whose "
-    "weights say which names and shapes to expect; or a config.json.",
+    "weights say which names and shapes to expect; or a config.json or adapter_config.json.",
 )
 @click.option("--rules", metavar="FILE", help="Rename, split, fuse, transpose or leave out tensors; see above.")
 @click.option("--max-shard-size", type=options.ByteSize(), help="Most bytes in a file. [default: all in one]")
@@ -56,7 +62,8 @@ def command(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder.
 
-    DST gets model.safetensors, or numbered files and their index, and what --like says; transformers loads it.
+    DST gets model.safetensors, or numbered files and their index, and what --like says; transformers loads it. LoRA
+    adapters become adapter_model.safetensors, which PEFT loads; --like then names their adapter_config.json.
 
     A rules file holds {"rules": [...]}, each rule {"from": NAME, "to": NAME}. In names, {i} stands for a part without
     dots, {rest*} for any text. Several names in "to" split a tensor, several in "from" fuse them, along "dim" (0), in
@@ -74,6 +81,7 @@ def command(
         max_file_bytes=max_shard_size,
         dtype=dtype,
         rules=_rules(rules, open_at),
+        leaves_base=to == "peft",
     )
     facts: Row = {
         "source": source,
@@ -106,7 +114,7 @@ def _likeness(
         return None, None
     if like.endswith(".json"):
         folder, name = split_url(like)
-        return Companions(open_at(folder), {CONFIG_PATH: name}), None
+        return config_alone(open_at(folder), name), None
     store = open_at(like)
     companions, expected = find_companions(store), expected_of(store)
     if companions.left_out:

@@ -20,6 +20,7 @@ from shardckpt.region import whole
 from shardckpt.storage import Store
 
 WEIGHTS_PATH = "model.safetensors"
+ADAPTER_WEIGHTS_PATH = "adapter_model.safetensors"
 INDEX_PATH = "model.safetensors.index.json"
 MAX_INDEX_NBYTES = 256 << 20
 
@@ -150,7 +151,7 @@ def lay_out_files(groups: Sequence[tuple[str, Sequence[Tensor]]]) -> FileSet:
 
 def is_weights_path(path: str) -> bool:
     """Tell whether a file of a folder is one that this file lays out: weights or their index."""
-    return path in (WEIGHTS_PATH, INDEX_PATH) or _NUMBERED.fullmatch(path) is not None
+    return path in (WEIGHTS_PATH, INDEX_PATH, ADAPTER_WEIGHTS_PATH) or _NUMBERED.fullmatch(path) is not None
 
 
 def _read_indexed(store: Store, index_path: str, files: Sequence[str]) -> Weights:

@@ -16,6 +16,7 @@ from shardckpt.container import parse_json
 from shardckpt.storage import Store
 
 CONFIG_PATH = "config.json"
+ADAPTER_CONFIG_PATH = "adapter_config.json"
 MAX_COMPANION_NBYTES = 64 << 20
 """Tokenizers have up to some 40 MB; what is larger is no companion."""
 
@@ -40,6 +41,13 @@ class Companions:
     def read(self, path: str) -> bytes:
         """Read one, by its path in the export."""
         return self.store.get(self.paths[path], max_nbytes=MAX_COMPANION_NBYTES)
+
+
+def config_alone(folder: Store, name: str) -> Companions:
+    """Give one config, of a model or of adapters, under its usual name."""
+    fields = parse_json(folder.get(name, max_nbytes=MAX_COMPANION_NBYTES), name)
+    is_adapter = isinstance(fields, dict) and "peft_type" in fields
+    return Companions(folder, {ADAPTER_CONFIG_PATH if is_adapter else CONFIG_PATH: name})
 
 
 def find_companions(folder: Store) -> Companions:

@@ -9,16 +9,24 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shardckpt.catalogue import Catalogue
+from shardckpt.catalogue import Catalogue, Tensor
 from shardckpt.committed import check_space, read_committed
 from shardckpt.container import FileSet
 from shardckpt.conversion import Conversion
 from shardckpt.derivation import Derivation, Piece
 from shardckpt.endpoints import ReaderPool
-from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchError, listing
-from shardckpt.formats.huggingface import INDEX_PATH, is_weights_path, lay_out_folder, read_folder
+from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchError, UnsupportedError, listing
+from shardckpt.formats.huggingface import (
+    ADAPTER_WEIGHTS_PATH,
+    INDEX_PATH,
+    is_weights_path,
+    lay_out_files,
+    lay_out_folder,
+    read_folder,
+)
 from shardckpt.storage import TEMPORARY_SUFFIX, Store
 from shardckpt.team import Team, is_team_file
+from shardckpt.tools.adapters import AdapterConfig, adapters_alone, has_adapters
 from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
 from shardckpt.tools.name_rules import apply_rules
 from shardckpt.tools.recast import NewDtype, recast
@@ -75,8 +83,9 @@ def plan_export(
     max_file_bytes: int | None,
     dtype: NewDtype | None = None,
     rules: Sequence[Rule] = (),
+    leaves_base: bool = False,
 ) -> ExportJob:
-    """Work out the folder.
+    """Work out the folder: that of a model, or of LoRA adapters if the tensors are such.
 
     Args:
         source: Root of the checkpoint.
@@ -86,22 +95,38 @@ def plan_export(
         max_file_bytes: As for `lay_out_folder`.
         dtype: Another dtype for some of them; None to keep all.
         rules: How they become the tensors of the other program.
+        leaves_base: Write LoRA adapters alone, without their base model.
 
     Raises:
-        MismatchError: If names or shapes are not the expected ones, or as `select`, `apply_rules` and `recast`.
+        MismatchError: If names or shapes are not the expected ones, or as `select`, `apply_rules`, `adapters_alone` and
+            `recast`.
+        UnsupportedError: If adapters would need several files.
     """
     found = read_committed(source)
     selection = apply_rules(without_wrappers(select(found, choice)), rules)
+    is_adapter = leaves_base or has_adapters(selection)
+    if is_adapter:
+        selection = adapters_alone(selection, AdapterConfig.read(companions), leaves_base=leaves_base)
     if expected is not None:
         selection = fitted(selection, expected)
     if dtype is not None:
         selection = recast(selection, dtype)
-    files, index = lay_out_folder(selection.tensors, max_file_bytes=max_file_bytes)
+    files, index = (_lay_out_adapter if is_adapter else lay_out_folder)(
+        selection.tensors, max_file_bytes=max_file_bytes
+    )
     small = {path: companions.read(path) for path in companions.paths} if companions else {}
     if CONFIG_PATH in small:
         small[CONFIG_PATH] = config_in_step(small[CONFIG_PATH], selection.tensors)
     Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)  # refuse now what does not fit
     return ExportJob(found.catalogue, source, files, selection.pieces, small, index)
+
+
+def _lay_out_adapter(tensors: Sequence[Tensor], *, max_file_bytes: int | None) -> tuple[FileSet, None]:
+    """Lay out the weights of adapters: PEFT reads one file only."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    if max_file_bytes is not None and nbytes > max_file_bytes:
+        raise UnsupportedError(f"PEFT reads adapters from one file, which has {nbytes} bytes; allow as many in a file")
+    return lay_out_files([(ADAPTER_WEIGHTS_PATH, tensors)]), None
 
 
 def export(
