@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sharding.disk_optimizer import DiskOptimizer
     from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
     from sharding.fsdp import FullyShardedDataParallel
     from sharding.functional import fully_shard, reset
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "disk_optimizer": ("DiskOptimizer",),
     "errors": (
         "LoadError",
         "ShardingError",
@@ -96,6 +98,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CustomPolicy",
+    "DiskOptimizer",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",

@@ -8,7 +8,7 @@ from __future__ import annotations
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
         ("errors", "layout", "names", "policy", "collectives", "sharded_tensor", "state_options"),
-        ("bucket", "mesh", "wrap"),
+        ("bucket", "disk_optimizer", "mesh", "wrap"),
         ("settings",),
         ("unit",),
         ("clip", "runtime", "state_dict", "state_hooks", "summon"),
