@@ -7,7 +7,7 @@ backward). It refuses to know modules' hooks, prefetching and strategies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -24,7 +24,7 @@ class BucketState(Enum):
 
     | state | whole buffer | modules see |
     |---|---|---|
-    | SHARDED | freed | spans of the shard |
+    | SHARDED | freed; with `keeps_whole`, as last gathered | spans of the shard |
     | GATHERING | allocated, being filled | spans of the shard |
     | WHOLE | filled | views of the whole buffer |
     | SUMMONED | freed | whole tensors of the shard's dtype, for people, under the identity of the spans |
@@ -67,8 +67,23 @@ class Bucket:
         state: See `BucketState`.
     """
 
-    def __init__(self, kind: BucketKind, members: Sequence[Member], group: Group, device: torch.device) -> None:
+    def __init__(
+        self,
+        kind: BucketKind,
+        members: Sequence[Member],
+        group: Group,
+        device: torch.device,
+        *,
+        keeps_whole: bool = False,
+    ) -> None:
         """Cut the parameters; the originals' memory is let go as each is copied.
+
+        Args:
+            kind: What they have in common.
+            members: The parameters.
+            group: The ranks to cut them over.
+            device: Where the buffers lie.
+            keeps_whole: Never free the whole buffer; the shard is a part of it where both have one dtype.
 
         Collective:
             None; all ranks of the group make the same buckets.
@@ -82,28 +97,34 @@ class Bucket:
             slots, world_size=group.size, align=align_numel(dtype.itemsize for dtype in dtypes)
         )
         self.state = BucketState.SHARDED
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=kind.dtype, device=device)
+        is_part = keeps_whole and group.size > 1 and kind.compute_dtype == kind.dtype
+        self.shard = torch.zeros(0 if is_part else self.layout.shard_numel, dtype=kind.dtype, device=device)
         # A group of one that computes in the parameters' dtype needs no second buffer: shard and whole are one.
         self.is_always_whole = group.size == 1 and kind.compute_dtype == kind.dtype
         self._whole = self.shard  # [numel] compute dtype, its memory often freed
         if not self.is_always_whole:
-            self._whole = torch.empty(self.layout.numel, dtype=kind.compute_dtype, device=device)
+            self._whole = torch.zeros(self.layout.numel, dtype=kind.compute_dtype, device=device)
+        if is_part:  # `.data`, for a version counter of its own
+            self.shard = self._whole.data.narrow(0, group.rank * self.layout.shard_numel, self.layout.shard_numel)
+        self._keeps_whole = keeps_whole or self.is_always_whole
         self._work: Work | None = None
         self._version = -1  # of the shard when it was gathered
+        self._on_gradient: Callable[[int], Callable[[torch.Tensor], None]] | None = None
+        self._is_watched = [False] * len(self.members)  # `_on_gradient` was asked for its hook
         self._gradients: torch.Tensor | None = None  # [numel], reduce dtype
         self._has_gradient = [False] * len(self.members)  # its place in `_gradients` is filled
-        self._has_arrived = [False] * len(self.members)  # since all had last arrived, or backward began
+        self._has_arrived = [False] * len(self.members)  # since all had last arrived, or backward began; or is frozen
         self._is_complete = False
         self._kept: list[torch.Tensor | None] = []  # `.grad` of parameters that are always whole, during backward
-        self._reduced: list[torch.Tensor] = []  # [shard_numel] each, what this backward has reduced
+        self._reduced: list[tuple[torch.Tensor, Sequence[int]]] = []  # [shard_numel] each, and what has no gradient
         with torch.no_grad():
             self._make_parameters()
         self._free_whole()
 
     @property
     def is_trainable(self) -> bool:
-        """True if gradients are reduced."""
-        return self.kind.requires_grad
+        """True if some parameter takes a gradient; it may change after the bucket was made."""
+        return any(member.shard.requires_grad for member in self.members)
 
     @property
     def is_complete(self) -> bool:
@@ -153,31 +174,54 @@ class Bucket:
         span = self._span_of(self.shard, index)
         return span.view(self.layout.slots[index].shape) if self.group.size == 1 else span
 
+    def watch(self, hook_for: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
+        """Have a hook called when autograd has summed a whole parameter's gradient, also of one unfrozen later.
+
+        Args:
+            hook_for: Gives the hook of the parameter with that number.
+        """
+        self._on_gradient = hook_for
+        self._follow_requires_grad()
+
+    def _follow_requires_grad(self) -> None:
+        """Let whole parameters take gradients where people have said so of the spans."""
+        for index, member in enumerate(self.members):
+            requires_grad = member.shard.requires_grad
+            if member.whole.requires_grad != requires_grad:
+                member.whole.requires_grad_(requires_grad)
+            if requires_grad and not self._is_watched[index] and self._on_gradient is not None:
+                self._is_watched[index] = True
+                member.whole.register_post_accumulate_grad_hook(self._on_gradient(index))  # type: ignore[no-untyped-call]
+
     # Parameters
 
     def gather(self) -> None:
         """Begin to fill the whole buffer; nothing to do if it is filled, or being filled, from the shard as it is."""
-        if self.is_always_whole:
+        if self.is_always_whole and self.state is not BucketState.WHOLE:
+            self._follow_requires_grad()
             self.state = BucketState.WHOLE
         if self.is_always_whole or self.is_summoned:
             return
         if self.state is not BucketState.SHARDED and self._version == self.shard._version:
             return
         self.reshard()
+        self.state = BucketState.GATHERING
+        if self._keeps_whole and self._version == self.shard._version:
+            return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
         self._version = self.shard._version
         source = self.shard if self.kind.compute_dtype == self.kind.dtype else self.shard.to(self.kind.compute_dtype)
         self._work = self.group.all_gather(self._whole, source.detach())
-        self.state = BucketState.GATHERING
 
     def unshard(self) -> None:
         """Make the parameters whole: wait for the gather, and let modules see them."""
         self.gather()
         if self.state is not BucketState.GATHERING:
             return
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._follow_requires_grad()
         for member in self.members:
             self._show(member, member.whole)
         self.state = BucketState.WHOLE
@@ -244,7 +288,7 @@ class Bucket:
         ]
 
     def _free_whole(self) -> None:
-        if not self.is_always_whole:
+        if not self._keeps_whole:
             self._whole.untyped_storage().resize_(0)
 
     @staticmethod
@@ -256,18 +300,26 @@ class Bucket:
 
     def begin_backward(self) -> None:
         """Set aside the gradients of earlier steps where autograd would add to them."""
-        self._has_arrived, self._is_complete = [False] * len(self.members), False
+        self._await_gradients()
+        self._is_complete = False
         if self.is_always_whole:
             self._kept = [member.shard.grad for member in self.members]
             for member in self.members:
                 member.shard.grad = None
 
+    def _await_gradients(self) -> None:
+        self._has_arrived = [not member.shard.requires_grad for member in self.members]
+
     def end_backward(self) -> None:
         """Give the spans the gradients of this backward, beside those of earlier ones."""
+        if self._reduced:
+            self._version = -1  # an optimizer may change the shard in ways that torch does not count
         for member, kept in zip(self.members, self._kept, strict=False):
             member.shard.grad = kept
-        for reduced in self._reduced:
+        for reduced, without in self._reduced:
             for index, member in enumerate(self.members):
+                if index in without or not member.shard.requires_grad:
+                    continue
                 view = self._span_of(reduced, index).view(member.shard.shape)
                 if member.shard.grad is None:
                     member.shard.grad = view
@@ -298,19 +350,34 @@ class Bucket:
         if not all(self._has_arrived):
             return False
         # A module that runs twice under reentrant checkpoints gets all its gradients twice.
-        self._has_arrived, self._is_complete = [False] * len(self.members), True
+        self._await_gradients()
+        self._is_complete = True
         return True
 
-    def give_up_gradients(self) -> torch.Tensor:
-        """Give the reduce buffer away, zeros where there is no gradient. # [numel]"""
+    def give_up_gradients(self) -> tuple[torch.Tensor, list[int]]:
+        """Give the reduce buffer away, and the parameters that have no gradient on this rank. # [numel]
+
+        [Note: gradients that no rank has] Where there is no gradient the buffer holds -0.0, and no gradient does so at
+        the first element of a rank's part of it. Of all sums only that of -0.0 alone is -0.0. So each rank sees in the
+        sum whether any rank had a gradient, and no message says so.
+        """
         if self._gradients is None:
-            self._gradients = torch.zeros(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
-        else:
-            self._zero_gaps(self._gradients)
+            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
+        without = [index for index, has_gradient in enumerate(self._has_gradient) if not has_gradient]
         gradients, self._gradients = self._gradients, None
+        self._mark_gaps(gradients)
+        firsts = [first for index, has in enumerate(self._has_gradient) if has for first in self._firsts(index)]
+        if firsts:
+            gradients[torch.tensor(firsts, device=gradients.device)] += 0.0
         self._has_gradient = [False] * len(self.members)
         self._is_complete = False
-        return gradients
+        return gradients, without
+
+    def _firsts(self, index: int) -> list[int]:
+        """Give where each rank's part of a parameter begins in the whole buffer."""
+        start, numel, shard = self.layout.starts[index], self.layout.slots[index].numel, self.layout.shard_numel
+        cuts = range((start // shard + 1) * shard, start + numel, shard) if numel else ()
+        return [start, *cuts] if numel else []
 
     def drop_gradients(self) -> None:
         """Forget gradients of a backward that was cut short, and those that waited for reduction."""
@@ -323,19 +390,26 @@ class Bucket:
         for member in () if self.is_always_whole else self.members:
             member.whole.grad = None
 
-    def _zero_gaps(self, gradients: torch.Tensor) -> None:
-        """Zero the padding, and the places of parameters without a gradient."""
+    def _mark_gaps(self, gradients: torch.Tensor) -> None:
+        """Put -0.0 in the padding, and in the places of parameters without a gradient."""
         position = 0
         for index, has_gradient in enumerate(self._has_gradient):
             start = self.layout.starts[index]
-            gradients[position:start].zero_()
+            gradients[position:start] = -0.0
             position = start + self.layout.slots[index].numel if has_gradient else start
-        gradients[position:].zero_()
+        gradients[position:] = -0.0
 
-    def give_gradients(self, reduced: torch.Tensor) -> None:
+    def give_gradients(self, reduced: torch.Tensor, without: Sequence[int]) -> None:
         """Keep reduced gradients until backward ends: autograd may still be adding to `.grad` of whole parameters.
 
         Args:
             reduced: The mean over the ranks. # [shard_numel]
+            without: The parameters for which this rank had none.
         """
-        self._reduced.append(reduced.to(self.kind.dtype))
+        nowhere = [index for index in without if self._is_marked(reduced, index)]
+        self._reduced.append((reduced.to(self.kind.dtype), nowhere))
+
+    def _is_marked(self, reduced: torch.Tensor, index: int) -> bool:
+        """Tell whether no rank had a gradient for a parameter, as far as its elements here tell."""
+        first = self._span_of(reduced, index)[:1]
+        return bool(torch.signbit(first.real if first.is_complex() else first).all())

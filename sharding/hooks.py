@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,10 +46,7 @@ class Hooks:
         module.register_forward_pre_hook(untraced(self._pre_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(untraced(self._post_forward), with_kwargs=True)
         for bucket in unit.buckets:
-            for index, member in enumerate(bucket.members):
-                if bucket.is_trainable:
-                    hook = untraced(self._gradient_hook(bucket, index))
-                    member.whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            bucket.watch(partial(self._gradient_hook, bucket))
 
     def start(self) -> Runtime:
         """Give the runtime, making this unit the root if there is none yet.
@@ -81,7 +79,7 @@ class Hooks:
         def take(parameter: torch.Tensor) -> None:
             self.start().take_gradient(self.unit, bucket, index)
 
-        return take
+        return untraced(take)
 
     def _cast_inputs(self, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
         precision = self.unit.precision
@@ -96,9 +94,9 @@ class Hooks:
         return cast(tuple[Arguments, Keywords], pytree.tree_map_only(torch.Tensor, cast_one, (args, kwargs)))
 
 
-def untraced(hook: Callable[..., object]) -> Callable[..., object]:
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep `torch.compile` from looking into a hook: it breaks the graph there."""
-    return cast(Callable[..., object], torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    return cast(Callable[..., Any], torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 def hooks_of(module: nn.Module) -> Hooks | None:

@@ -17,8 +17,11 @@ class ShardingStrategy(Enum):
     | FULL_SHARD | shard | shard | reduce-scatter | shard |
     | SHARD_GRAD_OP | shard | whole until backward ends | reduce-scatter | shard |
     | NO_SHARD | whole | whole | all-reduce | whole |
-    | HYBRID_SHARD | shard in the inner group | shard | reduce-scatter inner, all-reduce outer | shard in the inner
-    group | | _HYBRID_SHARD_ZERO2 | shard in the inner group | whole until backward ends | as above | as above |
+    | OPTIM | whole | whole | reduce-scatter | shard |
+    | HYBRID_SHARD | inner shard | inner shard | reduce-scatter inner, all-reduce outer | inner shard |
+    | _HYBRID_SHARD_ZERO2 | inner shard | whole until backward ends | as above | inner shard |
+
+    OPTIM is ZeRO-1: whole parameters stay in memory, and are gathered again when an optimizer has changed the shards.
     """
 
     FULL_SHARD = auto()
@@ -26,6 +29,7 @@ class ShardingStrategy(Enum):
     NO_SHARD = auto()
     HYBRID_SHARD = auto()
     _HYBRID_SHARD_ZERO2 = auto()
+    OPTIM = auto()
 
     @property
     def is_hybrid(self) -> bool:
@@ -36,6 +40,11 @@ class ShardingStrategy(Enum):
     def reshards_after_forward(self) -> bool:
         """True if whole parameters are freed between forward and backward."""
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """True if whole parameters stay in memory beside the shard, or around it."""
+        return self is ShardingStrategy.OPTIM
 
 
 class BackwardPrefetch(Enum):

@@ -7,8 +7,8 @@ backward ends, all reductions are waited for, and the spans have their gradients
 
 [Note: order of collectives] Gathers follow the order in which units run. Reductions follow the reverse of the order
 in which units first ran in forward, whatever the order in which gradients come; a bucket that lacks gradients on some
-rank is filled with zeros at the end. Gathers and reductions have process groups of their own. So every rank issues
-the same sequence on each group, as long as it runs the same units.
+rank is filled at the end, see [Note: gradients that no rank has]. Gathers and reductions have process groups of their
+own. So every rank issues the same sequence on each group, as long as it runs the same units.
 """
 
 from __future__ import annotations
@@ -207,11 +207,13 @@ def _twin(group: Group, twins: dict[object, Group]) -> Group:
 
 
 def _on_gradients(tensors: Sequence[torch.Tensor], function: Callable[[], None], *, after: int) -> None:
-    """Call a function once, when `after` of the tensors' gradients have come."""
-    remaining = after
+    """Call a function once in each backward, when `after` of the tensors' gradients have come."""
+    remaining, backward = after, -1
 
     def count(gradient: torch.Tensor) -> None:
-        nonlocal remaining
+        nonlocal remaining, backward
+        if backward != (current := torch._C._current_graph_task_id()):
+            remaining, backward = after, current
         remaining -= 1
         if remaining == 0:
             function()

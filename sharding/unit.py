@@ -50,7 +50,9 @@ class Unit:
             kinds.setdefault(_kind(member.original, precision), []).append(member)
         cap = REPLICATED_BUCKET_BYTES if self.is_replicated and self.world_size > 1 else None
         self.buckets = [
-            Bucket(kind, part, self.shards, device) for kind, group in kinds.items() for part in _capped(group, cap)
+            Bucket(kind, part, self.shards, device, keeps_whole=self.strategy.keeps_whole)
+            for kind, group in kinds.items()
+            for part in _capped(group, cap)
         ]
 
     @property
@@ -91,11 +93,11 @@ class Unit:
 
     def begin_reduction(self, bucket: Bucket) -> Reduction:
         """Begin to reduce a bucket's gradients over all ranks that share or replicate it."""
-        gradients = bucket.give_up_gradients()
+        gradients, without = bucket.give_up_gradients()
         if self.reduce_shards.size == 1:
-            return Reduction(bucket, gradients, gradients, self.reduce_replicas.all_reduce(gradients))
+            return Reduction(bucket, gradients, gradients, self.reduce_replicas.all_reduce(gradients), without)
         mine, work = self.reduce_shards.reduce_scatter(gradients)
-        return Reduction(bucket, gradients, mine, work)
+        return Reduction(bucket, gradients, mine, work, without)
 
     def finish_reduction(self, reduction: Reduction) -> None:
         """Wait for a bucket's reduction, and give its parameters their gradients."""
@@ -105,7 +107,7 @@ class Unit:
         else:
             mean = reduction.mine.mul(1 / self.world_size)  # a new tensor: the whole buffer goes
             self.reduce_replicas.all_reduce(mean).wait()
-        reduction.bucket.give_gradients(mean)
+        reduction.bucket.give_gradients(mean, reduction.without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Reduction:
     buffer: torch.Tensor  # [numel]
     mine: torch.Tensor  # [shard_numel], a view of `buffer` or a tensor of its own
     work: Work
+    without: Sequence[int]  # parameters that have no gradient on this rank
 
 
 def _capped(members: Sequence[Member], cap_bytes: int | None) -> list[list[Member]]:

@@ -56,6 +56,7 @@ def _counted(strategy: str) -> tuple[dict[str, int], dict[str, int], int]:
     [
         ("FULL_SHARD", {"all-gather": 7, "reduce-scatter": 4}),  # 4 units in forward, all but the root in backward
         ("SHARD_GRAD_OP", {"all-gather": 4, "reduce-scatter": 4}),
+        ("OPTIM", {"all-gather": 4, "reduce-scatter": 4}),
         ("NO_SHARD", {"all-reduce": 4}),
     ],
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
 from sharding import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 from tests.ranks import run_ranks
 from tests.sharding.models import Block, net, train
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "OPTIM", "NO_SHARD")
 
 
 def _wrapped(model: nn.Module, strategy: str, **options: object) -> FullyShardedDataParallel:
@@ -32,12 +33,12 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         )
 
 
-def _parity(strategy: str, options: dict[str, bool | str], forward_prefetch: bool) -> None:
+def _parity(strategy: str, options: dict[str, bool | str], forward_prefetch: bool, **others: object) -> None:
     """Compare four AdamW steps with clipping, in every state by name, with a model that is not sharded."""
     plain = net(**options)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
-    model = _wrapped(net(**options), strategy, forward_prefetch=forward_prefetch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    model = _wrapped(net(**options), strategy, forward_prefetch=forward_prefetch, **others)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     expected = train(
         plain,
         plain_optimizer,
@@ -50,8 +51,6 @@ def _parity(strategy: str, options: dict[str, bool | str], forward_prefetch: boo
     _assert_close(sharding.full_state_dict(model), plain.state_dict())
     full = sharding.full_optimizer_state_dict(model, optimizer)
     for name, parameter in plain.named_parameters():
-        if name == "unused":  # without sharding it has no gradient, sharded it has zeros
-            continue
         for key, value in plain_optimizer.state[parameter].items():
             torch.testing.assert_close(full["state"][name][key], value, rtol=1e-4, atol=1e-6)  # type: ignore[index]
 
@@ -72,6 +71,17 @@ def _cases(world_size: int) -> list[tuple[str, dict[str, bool | str], bool]]:
 def _all_parities(world_size: int) -> None:
     for case in _cases(world_size):
         _parity(*case)
+
+
+def _hybrid_parities() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        _parity(strategy, {"twice": True}, False, device_mesh=mesh)
+
+
+def test_hybrid_training_equals_that_of_the_unsharded_model() -> None:
+    """Sharded over two ranks and replicated over two, training agrees too."""
+    run_ranks(4, _hybrid_parities)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

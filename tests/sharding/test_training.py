@@ -14,7 +14,7 @@ from sharding import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrateg
 from tests.ranks import run_ranks
 from tests.sharding.models import GLOBAL_BATCH, Block, global_batch, loss_of, net
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "OPTIM", "NO_SHARD")
 
 
 def _pair(strategy: str, freeze: str = "") -> tuple[nn.Module, FullyShardedDataParallel]:
@@ -161,7 +161,73 @@ def _gives_dataclasses(strategy: str) -> None:
     _assert_same_after_sgd(plain, wrapped)
 
 
-CHECKS = (_accumulates, _freezes, _evaluates, _uses_several_forwards, _recovers, _gives_dataclasses)
+def _leaves_unused_parameters(strategy: str) -> None:
+    """A parameter without a gradient on any rank has None; with one on some rank only, all have their mean."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"both": nn.Linear(5, 3), "first": nn.Linear(5, 3), "none": nn.Linear(5, 3)})
+    model.forward = lambda x, keys: sum(model[key](x) for key in keys).sum()  # type: ignore[method-assign,assignment]
+    wrapped = FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy[strategy])
+    x = torch.ones(2, 5)
+    wrapped(x, ["both", "first"] if dist.get_rank() == 0 else ["both"]).backward()
+    for name, held in sharding.local_state_dict(wrapped).items():
+        gradient = held.tensor.grad
+        if held.start == held.stop:
+            continue
+        if name.startswith("none"):
+            assert gradient is None
+        else:
+            assert gradient is not None
+            share = 1.0 if name.startswith("both") else 1 / dist.get_world_size()
+            torch.testing.assert_close(gradient, torch.full_like(gradient, 2 * share))
+
+
+def _keeps_zero_gradients(strategy: str) -> None:
+    """A gradient that is -0.0 everywhere is a gradient."""
+    wrapped = FullyShardedDataParallel(nn.Linear(5, 3), sharding_strategy=ShardingStrategy[strategy])
+    (wrapped(torch.ones(2, 5)) * -0.0).sum().backward()
+    assert all(p.grad is not None for p in wrapped.parameters() if p.numel())
+
+
+def _freezes_later(strategy: str) -> None:
+    """What `requires_grad_` says after wrapping holds from the next step on, both ways."""
+    plain, wrapped = _pair(strategy, "up")
+    for model in (plain, wrapped):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("down" not in name)
+    _step(plain, wrapped, 0)
+    for name, held in sharding.local_state_dict(wrapped).items():
+        assert "down" not in name or held.tensor.grad is None
+    _assert_same_after_sgd(plain, wrapped)
+
+
+def _goes_backward_twice(strategy: str) -> None:
+    """A graph that is kept can be gone through again; gradients of inputs alone touch no parameter."""
+    plain, wrapped = _pair(strategy)
+    for model, tokens in ((plain, global_batch(0)), (wrapped, _mine(0))):
+        loss = loss_of(model, tokens)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    _assert_same_after_sgd(plain, wrapped)
+    outer = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy])
+    x = torch.ones(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(outer(x).sum(), x)
+    weight = sharding.full_state_dict(outer)["weight"]
+    torch.testing.assert_close(gradient, weight.sum(0).expand(2, 4))
+    assert all(parameter.grad is None for parameter in outer.parameters())
+
+
+CHECKS = (
+    _accumulates,
+    _freezes,
+    _evaluates,
+    _uses_several_forwards,
+    _recovers,
+    _gives_dataclasses,
+    _leaves_unused_parameters,
+    _keeps_zero_gradients,
+    _freezes_later,
+    _goes_backward_twice,
+)
 
 
 def _check(number: int) -> None:
