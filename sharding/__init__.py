@@ -6,11 +6,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sharding.activation import (
+        CheckpointImpl,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
     from sharding.disk_optimizer import DiskOptimizer
     from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
     from sharding.fsdp import FullyShardedDataParallel
     from sharding.functional import fully_shard, reset
     from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+    from sharding.sharded_grad_scaler import ShardedGradScaler
     from sharding.state_dict import (
         LocalTensor,
         bucket_layouts,
@@ -44,6 +51,7 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "activation": ("CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"),
     "disk_optimizer": ("DiskOptimizer",),
     "errors": (
         "LoadError",
@@ -60,6 +68,7 @@ _HOME = {
         "MixedPrecision",
         "ShardingStrategy",
     ),
+    "sharded_grad_scaler": ("ShardedGradScaler",),
     "state_dict": (
         "LocalTensor",
         "bucket_layouts",
@@ -97,6 +106,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CheckpointImpl",
     "CustomPolicy",
     "DiskOptimizer",
     "FullOptimStateDictConfig",
@@ -110,6 +120,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingError",
@@ -121,7 +132,9 @@ __all__ = [
     "UnsupportedError",
     "WrapError",
     "always_wrap_policy",
+    "apply_activation_checkpointing",
     "bucket_layouts",
+    "checkpoint_wrapper",
     "full_optimizer_state_dict",
     "full_state_dict",
     "fully_shard",
@@ -130,6 +143,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "local_state_dict",
+    "offload_wrapper",
     "reset",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

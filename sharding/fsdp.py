@@ -21,7 +21,7 @@ from sharding.initial import materialise, synchronise
 from sharding.mesh import groups_for
 from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
-from sharding.wrap import Policy, units_to_wrap
+from sharding.wrap import Policy, replace_child, units_to_wrap
 
 
 class FullyShardedDataParallel(StatefulWrapper):
@@ -194,7 +194,7 @@ def _wrap(root: nn.Module, policy: Policy | None, ignored: Ignored, settings: Se
     members = assign(root, [*candidates, root], ignored)
     for candidate, arguments in candidates.items():
         hooks = make_unit(candidate, members[candidate], settings.override(arguments))
-        _replace_child(root, candidate, _wrapper(candidate, hooks))
+        replace_child(root, candidate, _wrapper(candidate, hooks))
     return make_unit(root, members[root], settings)
 
 
@@ -204,12 +204,3 @@ def _wrapper(module: nn.Module, hooks: Hooks) -> FullyShardedDataParallel:
     StatefulWrapper.__init__(wrapper)
     wrapper._take(module, hooks)
     return wrapper
-
-
-def _replace_child(root: nn.Module, child: nn.Module, by: nn.Module) -> None:
-    for module in list(root.modules()):
-        if module is by:
-            continue
-        for name, found in list(module.named_children()):
-            if found is child:
-                setattr(module, name, by)

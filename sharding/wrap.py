@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from sharding.errors import WrapError
@@ -107,7 +108,8 @@ def units_to_wrap(root: nn.Module, policy: Policy, ignored: set[nn.Module]) -> d
             f"auto_wrap_policy is a {type(policy).__name__}; give a policy of `sharding.wrap`, or a function"
         )
     found: dict[nn.Module, WrapArguments] = {}
-    _visit(root, policy, ignored, found, set(), is_root=True)
+    skipped = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
+    _visit(root, policy, ignored, skipped, found, set(), is_root=True)
     return found
 
 
@@ -115,13 +117,14 @@ def _visit(
     module: nn.Module,
     policy: Policy,
     ignored: set[nn.Module],
+    skipped: set[nn.Parameter],
     found: dict[nn.Module, WrapArguments],
     seen: set[nn.Module],
     *,
     is_root: bool = False,
 ) -> int:
     """Decide on a module after its children; give the number of its parameters that are now in a unit."""
-    numel = sum(parameter.numel() for parameter in module.parameters() if not _is_ignored(parameter, ignored))
+    numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in skipped)
     is_custom = isinstance(policy, CustomPolicy)
     wrapped = 0
     if not is_custom and not policy(module=module, recurse=True, nonwrapped_numel=numel):  # type: ignore[operator]
@@ -129,7 +132,7 @@ def _visit(
     for child in module.children():
         if child not in ignored and child not in seen:
             seen.add(child)
-            wrapped += _visit(child, policy, ignored, found, seen)
+            wrapped += _visit(child, policy, ignored, skipped, found, seen)
     if is_root:
         return wrapped
     if isinstance(policy, CustomPolicy):
@@ -146,5 +149,47 @@ def _visit(
     return numel
 
 
-def _is_ignored(parameter: torch.Tensor, ignored: set[nn.Module]) -> bool:
-    return bool(ignored) and any(parameter is other for module in ignored for other in module.parameters())
+def replace_child(root: nn.Module, child: nn.Module, by: nn.Module) -> None:
+    """Put another module wherever `child` stands below `root`."""
+    for module in list(root.modules()):
+        if module is by:
+            continue
+        for name, found in list(module.named_children()):
+            if found is child:
+                setattr(module, name, by)
+
+
+_Wrapping = tuple[Callable[..., nn.Module], Mapping[str, Any]]
+_wrapping: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Let `wrap` wrap while the context is open.
+
+    Args:
+        wrapper_cls: `FullyShardedDataParallel`, or what else takes a module.
+        wrapper_kwargs: Its arguments beside the module.
+    """
+    token = _wrapping.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wrapping.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap a module as the `enable_wrap` around says; outside of one, give it back as it is.
+
+    Args:
+        module: To be wrapped.
+        wrap_overrides: Arguments in place of the context's.
+
+    Collective:
+        As the wrapper's.
+    """
+    wrapping = _wrapping.get()
+    if wrapping is None:
+        return module
+    wrapper, arguments = wrapping
+    return wrapper(module, **{**arguments, **wrap_overrides})

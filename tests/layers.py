@@ -8,8 +8,11 @@ from __future__ import annotations
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
         ("errors", "layout", "names", "policy", "collectives", "sharded_tensor", "state_options"),
-        ("bucket", "disk_optimizer", "mesh", "wrap"),
-        ("settings",),
+        ("bucket", "disk_optimizer", "mesh", "sharded_grad_scaler", "wrap"),
+        (
+            "activation",
+            "settings",
+        ),
         ("unit",),
         ("clip", "runtime", "state_dict", "state_hooks", "summon"),
         ("hooks",),

@@ -11,8 +11,8 @@ import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
 import sharding.wrap as ours
-from sharding import CustomPolicy, FullyShardedDataParallel, ModuleWrapPolicy, WrapError
-from sharding.wrap import units_to_wrap
+from sharding import CustomPolicy, FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, WrapError
+from sharding.wrap import enable_wrap, units_to_wrap, wrap
 from tests.ranks import run_ranks
 from tests.sharding.models import Block, net
 
@@ -138,3 +138,20 @@ def _wrapping() -> None:
 def test_picked_modules_get_a_wrapper_each() -> None:
     """Once; what a `CustomPolicy` cannot override is refused with the reason."""
     run_ranks(1, _wrapping)
+
+
+def _wraps_by_context() -> None:
+    assert isinstance(wrap(nn.Linear(2, 2)), nn.Linear)
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=ShardingStrategy.NO_SHARD):
+        outer = wrap(nn.Linear(2, 2))
+        inner = wrap(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.FULL_SHARD)
+    assert isinstance(outer, FullyShardedDataParallel)
+    assert isinstance(inner, FullyShardedDataParallel)
+    assert outer.sharding_strategy is ShardingStrategy.NO_SHARD
+    assert inner.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert isinstance(wrap(nn.Linear(2, 2)), nn.Linear)
+
+
+def test_wrap_does_what_the_context_around_says() -> None:
+    """Inside it wraps with the context's arguments, or its own in their place; outside it gives the module back."""
+    run_ranks(1, _wraps_by_context)
