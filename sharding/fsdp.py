@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,16 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding import clip
-from sharding.assignment import Ignored, assign
+from sharding.assignment import Ignored
+from sharding.bucket import Member
 from sharding.errors import UnsupportedError
 from sharding.fsdp_states import StatefulWrapper
-from sharding.functional import make_unit
+from sharding.functional import make_unit, plan_units
 from sharding.hooks import Hooks, hooks_below
 from sharding.initial import materialise, synchronise
 from sharding.mesh import groups_for
 from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
-from sharding.wrap import Policy, replace_child, units_to_wrap
+from sharding.wrap import Policy, WrapArguments, replace_child
 
 
 class FullyShardedDataParallel(StatefulWrapper):
@@ -90,9 +91,10 @@ class FullyShardedDataParallel(StatefulWrapper):
         settings = Settings(strategy, precision, groups, backward_prefetch, forward_prefetch, device)
         ignored = Ignored.of(ignored_modules or (), ignored_states or ())
         materialise(module, ignored, param_init_fn, device or torch.device("cpu"))
+        units = plan_units(module, auto_wrap_policy, ignored, groups)
         if sync_module_states:
             synchronise(module, ignored, groups)
-        self._take(module, _wrap(module, auto_wrap_policy, ignored, settings))
+        self._take(module, _wrap(module, units, settings))
 
     def _take(self, module: nn.Module, hooks: Hooks) -> None:
         self._fsdp_wrapped_module = module
@@ -188,14 +190,13 @@ class FullyShardedDataParallel(StatefulWrapper):
         return clip.clip_grad_norm(self, [h.unit for h in hooks_below(self)], max_norm, norm_type)
 
 
-def _wrap(root: nn.Module, policy: Policy | None, ignored: Ignored, settings: Settings) -> Hooks:
-    """Make units of `root` and of what a policy picks, put wrappers around the latter, and give the root's hooks."""
-    candidates = units_to_wrap(root, policy, ignored.modules) if policy is not None else {}
-    members = assign(root, [*candidates, root], ignored)
-    for candidate, arguments in candidates.items():
-        hooks = make_unit(candidate, members[candidate], settings.override(arguments))
-        replace_child(root, candidate, _wrapper(candidate, hooks))
-    return make_unit(root, members[root], settings)
+def _wrap(root: nn.Module, units: Mapping[nn.Module, tuple[list[Member], WrapArguments]], settings: Settings) -> Hooks:
+    """Make units as planned, put wrappers around those below `root`, and give the hooks of `root`, which is last."""
+    for module, (members, arguments) in units.items():
+        hooks = make_unit(module, members, settings.override(arguments))
+        if module is not root:
+            replace_child(root, module, _wrapper(module, hooks))
+    return hooks
 
 
 def _wrapper(module: nn.Module, hooks: Hooks) -> FullyShardedDataParallel:

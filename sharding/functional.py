@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,15 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sharding.agreement import agree, describe
 from sharding.assignment import Ignored, assign
 from sharding.bucket import Member
 from sharding.errors import WrapError
 from sharding.hooks import Hooks, hooks_below, hooks_of
-from sharding.mesh import groups_for
+from sharding.mesh import Groups, groups_for
 from sharding.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
 from sharding.unit import Unit
-from sharding.wrap import Policy, units_to_wrap
+from sharding.wrap import Policy, WrapArguments, units_to_wrap
 
 
 def fully_shard(
@@ -63,12 +65,31 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     settings = Settings(strategy, precision, groups, backward_prefetch, forward_prefetch, device)
     ignored = Ignored.of(ignored_modules, ignored_states)
-    candidates = units_to_wrap(module, auto_wrap_policy, ignored.modules) if auto_wrap_policy is not None else {}
-    owners = [*candidates, module]
-    members = assign(module, owners, ignored)
-    for owner in owners:
-        make_unit(owner, members[owner], settings.override(candidates.get(owner, {})))
+    for owner, (members, arguments) in plan_units(module, auto_wrap_policy, ignored, groups).items():
+        make_unit(owner, members, settings.override(arguments))
     return module
+
+
+def plan_units(
+    root: nn.Module, policy: Policy | None, ignored: Ignored, groups: Groups
+) -> dict[nn.Module, tuple[list[Member], WrapArguments]]:
+    """Give what will be units, `root` last, with their parameters and what a policy says of their settings.
+
+    Raises:
+        WrapError: On all ranks, if they differ in this, or if one of them cannot.
+
+    Collective:
+        All ranks of the groups; blocks. Small: ranks compare digests.
+    """
+    try:
+        candidates = units_to_wrap(root, policy, ignored.modules) if policy is not None else {}
+        members = assign(root, [*candidates, root], ignored)
+    except Exception as error:
+        with contextlib.suppress(WrapError):
+            agree(groups, [], f"a rank could not shard its module, {type(error).__name__}: {error}")
+        raise
+    agree(groups, describe(members.values()))
+    return {owner: (found, candidates.get(owner, {})) for owner, found in members.items()}
 
 
 def reset(module: nn.Module) -> None:

@@ -9,10 +9,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
         ("errors", "layout", "names", "policy", "collectives", "sharded_tensor", "state_options"),
         ("bucket", "disk_optimizer", "mesh", "sharded_grad_scaler", "wrap"),
-        (
-            "activation",
-            "settings",
-        ),
+        ("activation", "agreement", "settings"),
         ("unit",),
         ("clip", "runtime", "state_dict", "state_hooks", "summon"),
         ("hooks",),
