@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from sharding.errors import LoadError, ShardingError, StateError, UnsupportedError, WrapError
     from sharding.fsdp import FullyShardedDataParallel
     from sharding.functional import fully_shard, reset
+    from sharding.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
     from sharding.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
     from sharding.sharded_grad_scaler import ShardedGradScaler
     from sharding.state_dict import (
         LocalTensor,
         bucket_layouts,
-        full_optimizer_state_dict,
         full_state_dict,
         is_sharded,
-        load_full_optimizer_state_dict,
         load_full_state_dict,
         local_state_dict,
     )
@@ -62,6 +61,7 @@ _HOME = {
     ),
     "fsdp": ("FullyShardedDataParallel",),
     "functional": ("fully_shard", "reset"),
+    "optimizer_state": ("full_optimizer_state_dict", "load_full_optimizer_state_dict"),
     "policy": (
         "BackwardPrefetch",
         "CPUOffload",
@@ -72,10 +72,8 @@ _HOME = {
     "state_dict": (
         "LocalTensor",
         "bucket_layouts",
-        "full_optimizer_state_dict",
         "full_state_dict",
         "is_sharded",
-        "load_full_optimizer_state_dict",
         "load_full_state_dict",
         "local_state_dict",
     ),

@@ -257,9 +257,8 @@ class Bucket:
             member.shard.data = view
         self.state = BucketState.SHARDED
 
-    def collect(self, locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def collect(self, locals_: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Give a buffer laid out like the shard with what this rank holds of each parameter, zeros for None."""
-        dtype = next((local.dtype for local in locals_ if local is not None), self.kind.dtype)
         buffer = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.shard.device)
         for index, local in enumerate(locals_):
             if local is not None:
@@ -276,16 +275,6 @@ class Bucket:
         self.group.all_gather(whole, shard.detach()).wait()
         slots = zip(self.layout.starts, self.layout.slots, strict=True)
         return [whole.narrow(0, start, slot.numel).view(slot.shape).clone() for start, slot in slots]
-
-    def gather_one(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor of which each rank holds what it holds of one parameter.
-
-        Collective:
-            All ranks of the group; blocks.
-        """
-        return self.gather_values(self.collect([local if i == index else None for i in range(len(self.members))]))[
-            index
-        ]
 
     def _free_whole(self) -> None:
         if not self._keeps_whole:

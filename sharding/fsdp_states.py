@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from sharding.errors import StateError, WrapError
+from sharding.errors import StateError, UnsupportedError, WrapError
 from sharding.hooks import Hooks, hooks_below
 from sharding.names import Wrapper
+from sharding.optimizer_state import full_optimizer_state_dict, local_optimizer_state_dict
 from sharding.state_options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -124,6 +126,69 @@ class StatefulWrapper(Wrapper):
             units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
         ):
             yield
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: None = None, group: None = None
+    ) -> dict[str, Any]:
+        """Give the whole state of an optimizer by parameter name, as `state_dict_type` says.
+
+        Args:
+            model: With units in it.
+            optim: Made from its parameters.
+            optim_state_dict, group: None; the state is taken from `optim`, the ranks from the units.
+
+        Raises:
+            UnsupportedError: For local and sharded states: `shardckpt` saves those.
+
+        Collective:
+            All ranks; blocks.
+        """
+        settings = StatefulWrapper.get_state_dict_type(model)
+        if optim_state_dict is not None or group is not None:
+            raise UnsupportedError("optim_state_dict and group: the optimizer and its units say both; leave them out")
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            raise UnsupportedError(
+                f"optim_state_dict with {settings.state_dict_type.name}: only whole states are given here; set "
+                "FULL_STATE_DICT, or save the shards with shardckpt.save"
+            )
+        full = full_optimizer_state_dict(model, optim)
+        config = settings.optim_state_dict_config
+        if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
+            full = full if all(hooks.unit.is_first_rank for hooks in hooks_below(model)) else {}
+        if config.offload_to_cpu:
+            for state in full.get("state", {}).values():
+                state.update({key: value.cpu() for key, value in state.items() if isinstance(value, torch.Tensor)})
+        return full
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: None = None,
+    ) -> dict[str, Any]:
+        """Give this rank's part of a whole state, for `optim.load_state_dict`.
+
+        Args:
+            model: With units in it.
+            optim: Made from its parameters.
+            optim_state_dict: As `optim_state_dict` gives it; every rank has it.
+            is_named_optimizer: False; others are not served.
+            load_directly: Load it, too.
+            group: None.
+
+        Collective:
+            None.
+        """
+        if is_named_optimizer or group is not None:
+            raise UnsupportedError("is_named_optimizer and group are not served; leave them out")
+        local = local_optimizer_state_dict(model, optim, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(local)
+        return local
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` with every module in this one, inner ones first, its parameters whole; keep what it changes.

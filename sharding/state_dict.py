@@ -1,4 +1,4 @@
-"""States by name: what this rank holds, and the whole, of modules and optimizers.
+"""States of modules by name: what this rank holds, and the whole.
 
 Names have no wrapper prefixes, and are the same on every rank.
 """
@@ -63,7 +63,7 @@ def local_state_dict(module: nn.Module) -> dict[str, LocalTensor]:
     Collective:
         None.
     """
-    held = _members(module)
+    held = members_of(module)
     found: dict[str, LocalTensor] = {}
     for place, parameter in names.named_parameters(module):
         if id(parameter) not in held:
@@ -163,70 +163,7 @@ def load_full_state_dict(
     return missing, unexpected
 
 
-def full_optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Give the whole optimizer state by parameter name: {"state": {name: {key: value}}, "param_groups": [...]}.
-
-    Collective:
-        All ranks; blocks.
-    """
-    held = _members(module)
-    first: dict[int, str] = {}
-    for place, parameter in names.named_parameters(module):
-        first.setdefault(id(parameter), place.fqn)
-    state: dict[str, dict[str, object]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            found: dict[str, object] = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in optimizer.state.get(parameter, {}).items()
-            }
-            if id(parameter) in held:
-                _, bucket, index = held[id(parameter)]
-                for key, value in found.items():
-                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
-                        found[key] = bucket.gather_one(index, value)
-            if found:
-                state[first[id(parameter)]] = found
-    groups = [{**g, "params": [first[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
-    return {"state": state, "param_groups": groups}
-
-
-@torch.no_grad()
-def load_full_optimizer_state_dict(
-    module: nn.Module, optimizer: torch.optim.Optimizer, full: Mapping[str, object]
-) -> None:
-    """Fill an optimizer over shards from a whole state by name, as `full_optimizer_state_dict` gives it.
-
-    Raises:
-        LoadError: If the groups differ.
-
-    Collective:
-        None.
-    """
-    local = local_state_dict(module)
-    by_id = {id(held.tensor): (name, held) for name, held in reversed(local.items())}
-    state, groups = full["state"], full["param_groups"]
-    assert isinstance(state, Mapping)
-    assert isinstance(groups, list)
-    if len(groups) != len(optimizer.param_groups):
-        raise LoadError(f"the state has {len(groups)} param groups, the optimizer {len(optimizer.param_groups)}")
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in stored.items() if key != "params"})
-        for parameter in group["params"]:
-            name, held = by_id[id(parameter)]
-            optimizer.state[parameter] = {
-                key: _local_part(value, held, key) for key, value in state.get(name, {}).items()
-            }
-
-
-def _local_part(value: object, held: LocalTensor, key: str) -> object:
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == held.shape and key != "step":
-        part = value.reshape(-1)[held.start : held.stop].clone()
-        return part.view(held.tensor.shape).to(held.tensor.device)
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _members(module: nn.Module) -> dict[int, tuple[Unit, Bucket, int]]:
+def members_of(module: nn.Module) -> dict[int, tuple[Unit, Bucket, int]]:
     """Give, by identity of its shard, where each parameter of a unit lies."""
     found: dict[int, tuple[Unit, Bucket, int]] = {}
     for unit in units_below(module):

@@ -61,8 +61,7 @@ def _summon(bucket: Bucket, *, holds: bool, offload_to_cpu: bool, with_grads: bo
     """Make a bucket's parameters whole, and give the gradients of their spans."""
     gradients = [member.shard.grad for member in bucket.members]
     whole = bucket.gather_values(bucket.shard)
-    has_grads = with_grads and any(gradient is not None for gradient in gradients)
-    whole_gradients = bucket.gather_values(bucket.collect(gradients)) if has_grads else []
+    whole_gradients = bucket.gather_values(bucket.collect(gradients, bucket.kind.dtype)) if with_grads else []
     if holds:
         bucket.summon([value.cpu() for value in whole] if offload_to_cpu else whole)
         for member, gradient, value in zip(bucket.members, gradients, whole_gradients, strict=False):

@@ -12,7 +12,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("activation", "agreement", "settings"),
         ("unit",),
         ("clip", "runtime", "state_dict", "state_hooks", "summon"),
-        ("hooks",),
+        ("hooks", "optimizer_state"),
         ("assignment",),
         ("functional", "initial"),
         ("fsdp_states",),
