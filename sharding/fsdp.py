@@ -130,6 +130,27 @@ class FullyShardedDataParallel(StatefulWrapper):
         """Dtypes of computation and reduction."""
         return self._hooks.unit.precision
 
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Where shards rest: with the parameters, in any case."""
+        return CPUOffload(offload_params=False)
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When backward issues the next gather."""
+        return self._hooks.settings.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether forward issues the next gather early."""
+        return self._hooks.settings.forward_prefetch
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where parameters are whole."""
+        unit = self._hooks.unit
+        return unit.buckets[0].shard.device if unit.buckets else self._hooks.settings.device or torch.device("cpu")
+
     def check_is_root(self) -> bool:
         """Tell whether no unit is above this one; makes it the root if none has been."""
         self._hooks.start()

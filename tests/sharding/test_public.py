@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 import sharding
@@ -56,3 +57,22 @@ def test_options_that_are_not_served_are_refused_with_the_reason() -> None:
     for message, name in zip(messages, ("cpu_offload", "limit_all", "keep_low", "_module_classes"), strict=True):
         assert message.startswith(name)
         assert "leave it out" in message or "wrap those" in message
+
+
+def _asked() -> None:
+    asked = {
+        "sharding_strategy": sharding.ShardingStrategy.SHARD_GRAD_OP,
+        "backward_prefetch": sharding.BackwardPrefetch.BACKWARD_POST,
+        "forward_prefetch": True,
+        "mixed_precision": sharding.MixedPrecision(reduce_dtype=torch.float64),
+    }
+    model = sharding.FullyShardedDataParallel(nn.Linear(2, 2), **asked)  # type: ignore[arg-type]
+    assert {name: getattr(model, name) for name in asked} == asked
+    assert model.cpu_offload == sharding.CPUOffload(offload_params=False)
+    assert model.compute_device == torch.device("cpu")
+    assert (model.rank, model.world_size) == (0, 1)
+
+
+def test_the_wrapper_says_what_was_asked_for() -> None:
+    """Libraries read the constructor's arguments back, under their names."""
+    run_ranks(1, _asked)
