@@ -15,7 +15,8 @@ from shardckpt.cli.writing import plan_result, write_result
 from shardckpt.errors import listing
 from shardckpt.storage import Store, split_url
 from shardckpt.tools.companions import Companions, config_alone, find_companions
-from shardckpt.tools.export import expected_of, export, plan_export, refuse_taken
+from shardckpt.tools.export import export, plan_export, refuse_taken
+from shardckpt.tools.fit import expected_of
 from shardckpt.tools.recast import NewDtype
 from shardckpt.tools.rules_file import MAX_RULES_NBYTES, Rule, parse_rules
 from shardckpt.tools.selection import Choice
@@ -37,7 +38,8 @@ from shardckpt.tools.selection import Choice
     "--like",
     metavar="DIR_OR_CONFIG",
     help="A folder of the same model, whose config, tokenizer and other files beside the weights go along, and whose "
-    "weights say which names and shapes to expect; or a config.json or adapter_config.json.",
+    "weights say which names and shapes to expect; or a config.json, of which transformers knows them; or an "
+    "adapter_config.json.",
 )
 @click.option("--rules", metavar="FILE", help="Rename, split, fuse, transpose or leave out tensors; see above.")
 @click.option("--max-shard-size", type=options.ByteSize(), help="Most bytes in a file. [default: all in one]")
@@ -83,6 +85,8 @@ def command(
         rules=_rules(rules, open_at),
         leaves_base=to == "peft",
     )
+    if job.unchecked:
+        output.note(f"names and shapes are not checked: {job.unchecked}")
     facts: Row = {
         "source": source,
         "destination": destination,
@@ -120,6 +124,6 @@ def _likeness(
     if companions.left_out:
         output.note(f"left out, as they are too large: {listing(companions.left_out)}")
     if isinstance(expected, str):
-        output.detail(f"names and shapes are not checked: {expected}")
+        output.detail(f"there are no weights to compare with: {expected}")
         return companions, None
     return companions, expected

@@ -15,23 +15,23 @@ from shardckpt.container import FileSet
 from shardckpt.conversion import Conversion
 from shardckpt.derivation import Derivation, Piece
 from shardckpt.endpoints import ReaderPool
-from shardckpt.errors import CheckpointError, CheckpointExistsError, MismatchError, UnsupportedError, listing
+from shardckpt.errors import CheckpointError, CheckpointExistsError, UnsupportedError, listing
 from shardckpt.formats.huggingface import (
     ADAPTER_WEIGHTS_PATH,
     INDEX_PATH,
     is_weights_path,
     lay_out_files,
     lay_out_folder,
-    read_folder,
 )
 from shardckpt.storage import TEMPORARY_SUFFIX, Store
 from shardckpt.team import Team, is_team_file
 from shardckpt.tools.adapters import AdapterConfig, adapters_alone, has_adapters
 from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
+from shardckpt.tools.fit import fitted, fitted_by_config
 from shardckpt.tools.name_rules import apply_rules
 from shardckpt.tools.recast import NewDtype, recast
 from shardckpt.tools.rules_file import Rule
-from shardckpt.tools.selection import Choice, Selection, fanned_out, select
+from shardckpt.tools.selection import Choice, select
 from shardckpt.tools.shares import cut_out, divide, meeting
 from shardckpt.tools.wrappers import without_wrappers
 from shardckpt.transfer import TransferOptions
@@ -51,6 +51,7 @@ class ExportJob:
         pieces: What their tensors are made of, as in `Selection`.
         small_files: Path -> bytes of the files beside the weights, the index not among them.
         index: The index, if there are several files of weights.
+        unchecked: Why names and shapes were not compared with the model's, where that was asked for; else "".
     """
 
     source: Catalogue
@@ -59,6 +60,7 @@ class ExportJob:
     pieces: Mapping[str, tuple[Piece, ...]]
     small_files: Mapping[str, bytes]
     index: bytes | None
+    unchecked: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def plan_export(
     Args:
         source: Root of the checkpoint.
         choice: Which tensors.
-        expected: Names and shapes that the model should have; None if they are not known.
+        expected: Names and shapes that the model should have; None to ask transformers, where there is a config.
         companions: The files that go along.
         max_file_bytes: As for `lay_out_folder`.
         dtype: Another dtype for some of them; None to keep all.
@@ -104,21 +106,24 @@ def plan_export(
     """
     found = read_committed(source)
     selection = apply_rules(without_wrappers(select(found, choice)), rules)
+    small = {path: companions.read(path) for path in companions.paths} if companions else {}
+    unchecked = ""
     is_adapter = leaves_base or has_adapters(selection)
     if is_adapter:
         selection = adapters_alone(selection, AdapterConfig.read(companions), leaves_base=leaves_base)
     if expected is not None:
         selection = fitted(selection, expected)
+    elif CONFIG_PATH in small and not is_adapter:
+        selection, unchecked = fitted_by_config(selection, small[CONFIG_PATH])
     if dtype is not None:
         selection = recast(selection, dtype)
     files, index = (_lay_out_adapter if is_adapter else lay_out_folder)(
         selection.tensors, max_file_bytes=max_file_bytes
     )
-    small = {path: companions.read(path) for path in companions.paths} if companions else {}
     if CONFIG_PATH in small:
         small[CONFIG_PATH] = config_in_step(small[CONFIG_PATH], selection.tensors)
     Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)  # refuse now what does not fit
-    return ExportJob(found.catalogue, source, files, selection.pieces, small, index)
+    return ExportJob(found.catalogue, source, files, selection.pieces, small, index, unchecked)
 
 
 def _lay_out_adapter(tensors: Sequence[Tensor], *, max_file_bytes: int | None) -> tuple[FileSet, None]:
@@ -221,46 +226,6 @@ class _Folder:
         for path in self._new:
             with suppress(CheckpointError):  # the first error is the one to tell
                 self._target.delete(path)
-
-
-def fitted(selection: Selection, expected: Catalogue) -> Selection:
-    """Give each tensor the name, or the names, that the expected model has for it.
-
-    Raises:
-        MismatchError: If names are missing or left over, or shapes differ; names all of them.
-    """
-    shapes = {tensor.name: tensor.shape for tensor in expected.tensors}
-    names_of = {
-        tensor.name: [name for name in (tensor.name, *tensor.aliases) if name in shapes] for tensor in selection.tensors
-    }
-    unexpected = [name for name, names in names_of.items() if not names]
-    reshaped = [
-        f"{name} {tensor.shape} instead of {shapes[name]}"
-        for tensor in selection.tensors
-        for name in names_of[tensor.name]
-        if shapes[name] != tensor.shape
-    ]
-    found = {name for names in names_of.values() for name in names}
-    missing = [name for name in shapes if name not in found]
-    wrong = [
-        f"{what} {listing(items)}"
-        for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
-        if items
-    ]
-    if wrong:
-        raise MismatchError(
-            f"the checkpoint does not fit the model: {'; '.join(wrong)}. Name the folder of the same model, or only "
-            "its config.json if the weights there are of another one."
-        )
-    return fanned_out(selection, lambda tensor: names_of[tensor.name])
-
-
-def expected_of(like: Store) -> Catalogue | str:
-    """Give the names and shapes of the weights in a folder, or why there are none to go by."""
-    try:
-        return read_folder(like).catalogue
-    except CheckpointError as error:
-        return str(error)
 
 
 def refuse_taken(job: ExportJob, target: Store, *, overwrite: bool) -> tuple[str, ...]:
