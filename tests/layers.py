@@ -41,6 +41,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "tools/holdings",
             "tools/recast",
             "tools/relayout",
+            "tools/soundness",
             "tools/rewrite",
             "tools/templates",
             "tools/wrappers",

@@ -12,7 +12,8 @@ from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import ANSWER_IS_NO, Verb
 from shardckpt.storage import Store
 from shardckpt.tools.cp import cp, plan_cp
-from shardckpt.tools.verify import read_through, survey
+from shardckpt.tools.soundness import read_through
+from shardckpt.tools.verify import survey
 
 
 @click.command("cp", cls=Verb, epilog="Example: shardckpt cp step-000100 step-000100-copy --read-back")

@@ -9,7 +9,8 @@ import click
 from shardckpt.cli import options
 from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import Verb
-from shardckpt.committed import read_committed
+from shardckpt.errors import listing
+from shardckpt.formats.origin import find_origin
 from shardckpt.storage import Store
 from shardckpt.tools import inspect
 
@@ -31,18 +32,24 @@ def command(
     shows_objects: bool,
     open_at: Callable[[str], Store],
 ) -> None:
-    """Show what a checkpoint holds, without reading its tensors."""
-    found = read_committed(open_at(source))
+    """Show what a checkpoint holds, without reading its tensors.
+
+    SRC may also be a Hugging Face folder or a safetensors file; of these it lists the files in place of ranks.
+    """
+    found = find_origin(source, open_at)
     tables: dict[str, Sequence[Row]] = {}
     if shows_tensors:
         tables["tensors"] = inspect.tensor_rows(found.catalogue)
     if tensor is not None:
         tables["chunks"] = inspect.chunk_rows(found.catalogue, tensor)
     if shows_ranks:
-        tables["ranks"] = inspect.rank_rows(found.catalogue)
+        tables["ranks"] = inspect.rank_rows(found)
     if shows_objects:
-        tables["objects"] = inspect.object_rows(found.objects)
+        tables["objects"] = inspect.object_rows(found.stored.objects if found.stored else {})
+    if found.unused:
+        output.note(f"not part of the weights: {listing(found.unused)}")
     if tables:
         output.result({}, tables)
-    else:
-        output.result({"source": source, **inspect.summary(found)}, {"sections": inspect.section_rows(found)})
+        return
+    rows = inspect.section_rows(found.stored) if found.stored else inspect.rank_rows(found)
+    output.result({"source": source, **inspect.summary(found)}, {"sections" if found.stored else "files": rows})

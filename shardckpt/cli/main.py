@@ -12,7 +12,7 @@ COMMANDS = {
     "consolidate": "Put the weights of a checkpoint into one safetensors file.",
     "export": "Write the weights of a checkpoint as a Hugging Face folder.",
     "inspect": "Show what a checkpoint holds, without reading its tensors.",
-    "verify": "Check that a checkpoint is whole and undamaged.",
+    "verify": "Check that a checkpoint or model is whole and undamaged.",
     "diff": "Compare the tensors of two checkpoints or Hugging Face folders.",
     "cp": "Copy a checkpoint, between any two stores, verified.",
     "plan": "Say what another command would do: files, bytes, memory, room.",

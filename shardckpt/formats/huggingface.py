@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
 from shardckpt.container import FileSet, Header, build_header, parse_json, read_header
-from shardckpt.errors import CheckpointNotFoundError, FormatError, UnsupportedError, listing
+from shardckpt.errors import CheckpointError, CheckpointNotFoundError, FormatError, UnsupportedError, listing
 from shardckpt.manifest import is_safe_path
 from shardckpt.region import whole
 from shardckpt.storage import Store
@@ -29,16 +29,46 @@ _NUMBERED = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong with the files or their index.
+
+    Attributes:
+        path: The file.
+        kind: "missing", "damaged" or "inconsistent".
+        error: What a reader that needs it raises.
+    """
+
+    path: str
+    kind: str
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Weights that were found.
 
     Attributes:
         catalogue: Tensors by the names in the files, in the order of the files; aliases where a file records them.
+        home: File of each tensor.
         unused: Further safetensors files of the folder, which the index does not name.
+        faults: What is wrong; the catalogue is that of the sound files.
     """
 
     catalogue: Catalogue
+    home: Mapping[str, str]
     unused: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    def sound(self) -> Weights:
+        """Give them if nothing is wrong; raises what is wrong otherwise."""
+        for fault in self.faults:
+            raise fault.error
+        return self
+
+
+def looks_like_weights(paths: Iterable[str]) -> bool:
+    """Tell whether a folder with these files is one of weights, usable or not."""
+    return any(".safetensors" in path or _PICKLED.fullmatch(path) for path in paths)
 
 
 def read_folder(store: Store) -> Weights:
@@ -49,6 +79,24 @@ def read_folder(store: Store) -> Weights:
         FormatError: If files and index are damaged, or contradict each other.
         UnsupportedError: If there are pickled weights only.
     """
+    return survey_folder(store).sound()
+
+
+def read_files(store: Store, paths: Sequence[str]) -> Weights:
+    """Read the headers of safetensors files into one catalogue.
+
+    Raises:
+        FormatError: If a file is damaged, or two hold tensors of one name.
+    """
+    return survey_files(store, paths).sound()
+
+
+def survey_folder(store: Store) -> Weights:
+    """Read the headers of the weights in a folder as far as they are sound, and give all that is wrong.
+
+    Raises:
+        CheckpointError: As `read_folder`, where it cannot be told which files are meant.
+    """
     found = [path for path in store.list() if "/" not in path]
     files = [path for path in found if path.endswith(".safetensors")]
     indices = [path for path in found if path.endswith(".safetensors.index.json")]
@@ -58,10 +106,10 @@ def read_folder(store: Store) -> Weights:
             "weights; name the file that is wanted, or remove the other"
         )
     if indices:
-        return _read_indexed(store, indices[0], files)
+        return _survey_indexed(store, indices[0], files)
     wanted = WEIGHTS_PATH if WEIGHTS_PATH in files else files[0] if len(files) == 1 else None
     if wanted is not None:
-        return Weights(read_files(store, [wanted])[0], tuple(path for path in files if path != wanted))
+        return replace(survey_files(store, [wanted]), unused=tuple(path for path in files if path != wanted))
     if files:
         raise FormatError(
             f"{store.url!r} has {listing(files)} but no index; name one of the files, or fetch {INDEX_PATH!r}"
@@ -75,28 +123,29 @@ def read_folder(store: Store) -> Weights:
     raise CheckpointNotFoundError(f"there are no weights at {store.url!r}: {there}; check the path")
 
 
-def read_files(store: Store, paths: Sequence[str]) -> tuple[Catalogue, dict[str, str]]:
-    """Read the headers of safetensors files into one catalogue.
-
-    Returns:
-        The catalogue, and the file of each tensor.
-
-    Raises:
-        FormatError: If a file is damaged, or two hold tensors of one name.
-    """
+def survey_files(store: Store, paths: Sequence[str]) -> Weights:
+    """Read the headers of those files that are sound, and give what is wrong with the others."""
     builder = CatalogueBuilder()
     aliases: dict[str, str] = {}
     tensors: list[Tensor] = []
     home: dict[str, str] = {}
+    faults: list[Fault] = []
     for path in paths:
-        with closing(store.open_reader(path)) as reader:
-            header = read_header(reader)
-            file = builder.add_file(File(path, reader.nbytes, header.nbytes))
+        try:
+            with closing(store.open_reader(path)) as reader:
+                header, nbytes = read_header(reader), reader.nbytes
+        except CheckpointNotFoundError as error:
+            faults.append(Fault(path, "missing", error))
+            continue
+        except FormatError as error:
+            faults.append(Fault(path, "damaged", error))
+            continue
+        file = builder.add_file(File(path, nbytes, header.nbytes))
         for entry in sorted(header.entries, key=lambda entry: (entry.begin, entry.nbytes)):
             if entry.key in home:
-                raise FormatError(
-                    f"{entry.key!r} is in {home[entry.key]!r} and in {path!r}; the files are not of one model"
-                )
+                text = f"{entry.key!r} is in {home[entry.key]!r} and in {path!r}; the files are not of one model"
+                faults.append(Fault(path, "inconsistent", FormatError(text)))
+                continue
             home[entry.key] = path
             tensors.append(Tensor(entry.key, entry.dtype, entry.shape))
             builder.add_chunk(len(tensors) - 1, whole(entry.shape), file=file, byte_offset=entry.begin)
@@ -107,7 +156,7 @@ def read_files(store: Store, paths: Sequence[str]) -> tuple[Catalogue, dict[str,
             others_of.setdefault(name, []).append(alias)
     for tensor in tensors:
         builder.add_tensor(replace(tensor, aliases=tuple(others_of.get(tensor.name, ()))))
-    return builder.build(), home
+    return Weights(builder.build(), home, faults=tuple(faults))
 
 
 def lay_out_folder(tensors: Sequence[Tensor], *, max_file_bytes: int | None) -> tuple[FileSet, bytes | None]:
@@ -154,28 +203,38 @@ def is_weights_path(path: str) -> bool:
     return path in (WEIGHTS_PATH, INDEX_PATH, ADAPTER_WEIGHTS_PATH) or _NUMBERED.fullmatch(path) is not None
 
 
-def _read_indexed(store: Store, index_path: str, files: Sequence[str]) -> Weights:
-    weight_map = _weight_map(store, index_path)
+def _survey_indexed(store: Store, index_path: str, files: Sequence[str]) -> Weights:
+    try:
+        weight_map = _weight_map(store, index_path)
+    except FormatError as error:
+        return replace(survey_files(store, files), faults=(Fault(index_path, "damaged", error),))
     paths = sorted(set(weight_map.values()))
+    faults: list[Fault] = []
     if missing := [path for path in paths if path not in files]:
-        raise CheckpointNotFoundError(
-            f"{store.url!r} is incomplete: {index_path!r} names files that are not there: {listing(missing)}; "
-            "fetch them again"
-        )
-    catalogue, home = read_files(store, paths)
-    if missing := [name for name in weight_map if name not in home]:
-        raise FormatError(f"{index_path!r} names tensors that no file holds: {listing(missing)}; fetch the files again")
+        text = f"{store.url!r} is incomplete: {index_path!r} names files that are not there: {listing(missing)}"
+        error = CheckpointNotFoundError(f"{text}; fetch them again")
+        faults += [Fault(path, "missing", error) for path in missing]
+    weights = survey_files(store, [path for path in paths if path in files])
+    faults += weights.faults
+    faults += [Fault(index_path, "inconsistent", FormatError(text)) for text in _odds(index_path, weight_map, weights)]
+    return replace(weights, unused=tuple(path for path in files if path not in paths), faults=tuple(faults))
+
+
+def _odds(index_path: str, weight_map: Mapping[str, str], weights: Weights) -> Iterator[str]:
+    """Give the contradictions of an index and those of its files that could be read."""
+    home, read = weights.home, {file.path for file in weights.catalogue.files}
+    if missing := [name for name, path in weight_map.items() if name not in home and path in read]:
+        yield f"{index_path!r} names tensors that no file holds: {listing(missing)}; fetch the files again"
     if unnamed := [name for name in home if name not in weight_map]:
-        raise FormatError(
+        yield (
             f"{index_path!r} does not name tensors that its files hold: {listing(unnamed)}; fetch it again, or import "
             "each file by its name"
         )
-    if moved := [name for name in home if weight_map[name] != home[name]]:
-        raise FormatError(
+    if moved := [name for name in home if weight_map.get(name, home[name]) != home[name]]:
+        yield (
             f"{index_path!r} says that {moved[0]!r} is in {weight_map[moved[0]]!r}, but it is in {home[moved[0]]!r} "
             f"({len(moved)} such tensors); index and files are of different saves"
         )
-    return Weights(catalogue, tuple(path for path in files if path not in paths))
 
 
 def _weight_map(store: Store, index_path: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shardckpt import names
 from shardckpt.committed import Draft
 from shardckpt.errors import MismatchError
-from shardckpt.formats.huggingface import Weights, read_files, read_folder
+from shardckpt.formats.huggingface import read_files, read_folder
 from shardckpt.layout import regions, single_bucket
 from shardckpt.storage import Store
 from shardckpt.tools.rewrite import Rewrite, plan_rewrite
@@ -40,7 +40,7 @@ def plan_import(source: Store, *, num_ranks: int, file: str | None = None) -> Im
         CheckpointError: As `read_folder`.
         MismatchError: If there are no tensors.
     """
-    found = read_folder(source) if file is None else Weights(read_files(source, [file])[0])
+    found = read_folder(source) if file is None else read_files(source, [file])
     if not found.catalogue.tensors:
         raise MismatchError(f"{source.url!r} holds no tensors; check the path")
 

@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds: from its manifest and chunk table alone.
+"""Show what a checkpoint, or weights, hold: from manifest and chunk table, or from headers, alone.
 
 Each function gives rows for people and programs; refuses to know how they are printed.
 """
@@ -11,6 +11,7 @@ import numpy as np
 
 from shardckpt.catalogue import Catalogue
 from shardckpt.errors import MismatchError, listing
+from shardckpt.formats.origin import Origin
 from shardckpt.layout import Layout
 from shardckpt.manifest import Json, Stored
 from shardckpt.region import Span
@@ -19,19 +20,24 @@ from shardckpt.tools.selection import tensors_by_section
 Row = dict[str, Json]
 
 
-def summary(found: Stored) -> Row:
-    """Give what is said of the checkpoint as a whole."""
-    manifest, catalogue = found.manifest, found.catalogue
-    return {
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "created": manifest.created,
-        "writer": manifest.writer,
-        "version": manifest.version,
-        "layout": _layout_text(manifest.layout),
+def summary(found: Origin) -> Row:
+    """Give what is said of the checkpoint, or of weights, as a whole."""
+    catalogue = found.catalogue
+    facts: Row = {"format": found.format}
+    if found.stored is not None:
+        manifest = found.stored.manifest
+        facts |= {
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            "created": manifest.created,
+            "writer": manifest.writer,
+            "version": manifest.version,
+            "layout": _layout_text(manifest.layout),
+        }
+    return facts | {
         "num_tensors": len(catalogue.tensors),
         "num_elements": sum(tensor.numel for tensor in catalogue.tensors),
-        "num_chunks": manifest.num_chunks,
+        "num_chunks": len(catalogue.chunk_file),
         "num_files": len(catalogue.files),
         "tensor_bytes": catalogue.nbytes,
         "file_bytes": sum(file.nbytes for file in catalogue.files),
@@ -99,15 +105,16 @@ def chunk_rows(catalogue: Catalogue, name: str) -> list[Row]:
     return rows
 
 
-def rank_rows(catalogue: Catalogue) -> list[Row]:
-    """Give one row a rank: what its file holds."""
+def rank_rows(found: Origin) -> list[Row]:
+    """Give one row a rank: what its file holds; where files are not those of ranks, one a file."""
+    catalogue = found.catalogue
     num_files = len(catalogue.files)
     chunks = np.bincount(catalogue.chunk_file, minlength=num_files).tolist()
     nbytes = np.zeros(num_files, np.int64)
     np.add.at(nbytes, catalogue.chunk_file, catalogue.chunk_nbytes)
     columns = zip(catalogue.files, chunks, nbytes.tolist(), strict=True)
     return [
-        {"rank": rank, "file": file.path, "num_chunks": count, "nbytes": size}
+        {"rank": rank if found.stored else None, "file": file.path, "num_chunks": count, "nbytes": size}
         for rank, (file, count, size) in enumerate(columns)
     ]
 

@@ -1,73 +1,32 @@
-"""Check that a checkpoint is whole and undamaged, and name everything that is not.
+"""Survey a checkpoint, or weights in safetensors files: all that can be told without reading data.
 
-Two steps: a survey of what can be told without reading data (manifest, chunk table, sizes, coverage), and a reading of
-every byte, which is a transfer of whole files to nowhere that leaves checksums. Neither stops at the first problem.
+Manifest, chunk table, index, headers, sizes, coverage, and names of tied tensors. Does not stop at the first problem;
+`soundness` reads the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 
 from shardckpt.catalogue import Catalogue, File, Tensor
 from shardckpt.committed import read_committed
+from shardckpt.container import parse_json
 from shardckpt.errors import CheckpointNotFoundError, CoverageError, FormatError
+from shardckpt.formats.huggingface import survey_files, survey_folder
+from shardckpt.formats.origin import Place
 from shardckpt.manifest import MANIFEST_PATH, MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 from shardckpt.plan import prove_coverage
 from shardckpt.storage import Store
-from shardckpt.tools.segments import (
-    Segments,
-    file_crcs,
-    read_checksums,
-    segments_of,
-    untiled_files,
-    wrong_chunks,
-)
-from shardckpt.transfer import TransferOptions
+from shardckpt.tools.companions import CONFIG_PATH, MAX_COMPANION_NBYTES
+from shardckpt.tools.segments import segments_of, untiled_files
+from shardckpt.tools.soundness import Problem, Survey, names_of
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        path: The file, relative to the checkpoint.
-        kind: "missing", "size", "damaged", "malformed" or "incomplete".
-        text: What was expected and found.
-        tensors: Names of the tensors that are hurt, as far as can be told.
-    """
-
-    path: str
-    kind: str
-    text: str
-    tensors: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What can be told without reading data.
-
-    Attributes:
-        store: Root of the checkpoint.
-        catalogue: What should be there; without chunks if the table is damaged, empty if the manifest is.
-        problems: What is wrong so far.
-        extra: Files at the root that do not belong to the checkpoint.
-        segments: What to read.
-    """
-
-    store: Store
-    catalogue: Catalogue
-    problems: tuple[Problem, ...]
-    extra: tuple[str, ...]
-    segments: Segments
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return int(self.segments.nbytes.sum())
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight", "word_embeddings.weight")
+"""How models of transformers call what `tie_word_embeddings` in a config makes one tensor."""
 
 
 def survey(store: Store) -> Survey:
@@ -95,6 +54,43 @@ def survey(store: Store) -> Survey:
     return _survey(store, manifest, catalogue, table_problems)
 
 
+def survey_weights(place: Place) -> Survey:
+    """Check index, headers and sizes of safetensors files, and find the tensors that a config says to be tied.
+
+    Raises:
+        CheckpointError: If it cannot be told which files are meant, or something cannot be read.
+    """
+    store = place.store
+    weights = survey_folder(store) if place.file is None else survey_files(store, [place.file])
+    catalogue = weights.catalogue
+    problems = [Problem(fault.path, fault.kind, str(fault.error)) for fault in weights.faults]
+    if not catalogue.tensors and not problems:
+        problems.append(Problem(place.file or "", "incomplete", "there are no tensors"))
+    ties: tuple[tuple[str, int, int], ...] = ()
+    if place.file is None and store.exists(CONFIG_PATH):
+        try:
+            config = parse_json(store.get(CONFIG_PATH, max_nbytes=MAX_COMPANION_NBYTES), CONFIG_PATH)
+        except FormatError as error:
+            problems.append(Problem(CONFIG_PATH, "damaged", str(error)))
+        else:
+            ties = tuple(_ties(config, catalogue))
+    return Survey(store, catalogue, tuple(problems), weights.unused, segments_of(catalogue), ties)
+
+
+def _ties(config: object, catalogue: Catalogue) -> Iterator[tuple[str, int, int]]:
+    """Give the chunks of output heads and embeddings that are stored both, where the config says that they are one."""
+    match config:
+        case {"tie_word_embeddings": True}:
+            of_last = [(t.name.rpartition(".")[0].rpartition(".")[2] + ".weight", t) for t in catalogue.tensors]
+            heads = [t for last, t in of_last if last == _HEAD]
+            tied = [(head, t) for head in heads for last, t in of_last if last in _EMBEDDINGS and t.shape == head.shape]
+            chunk = {int(tensor): number for number, tensor in enumerate(catalogue.chunk_tensor.tolist())}
+            for head, embedding in tied:
+                one, other = catalogue.by_name[head.name], catalogue.by_name[embedding.name]
+                if one in chunk and other in chunk:
+                    yield CONFIG_PATH, chunk[one], chunk[other]
+
+
 def _survey(store: Store, manifest: Manifest, catalogue: Catalogue, problems: list[Problem]) -> Survey:
     listed = store.list()
     found = {file.path: _size(store, file.path, listed) for file in catalogue.files}
@@ -114,27 +110,6 @@ def _survey(store: Store, manifest: Manifest, catalogue: Catalogue, problems: li
     return Survey(store, catalogue, tuple(problems), extra, segments.take(is_there & ~np.isin(segments.file, untiled)))
 
 
-def read_through(surveyed: Survey, *, options: TransferOptions) -> tuple[Problem, ...]:
-    """Read every byte that is there and compare all checksums; give what is wrong in addition.
-
-    Raises:
-        StorageError: If something cannot be read.
-    """
-    catalogue, segments = surveyed.catalogue, surveyed.segments
-    found = read_checksums(surveyed.store, catalogue, segments, options=options)
-    wrong = wrong_chunks(catalogue, segments, found)
-    crcs = file_crcs(catalogue, segments, found)
-    problems = []
-    for number, file in enumerate(catalogue.files):
-        own = wrong[catalogue.chunk_file[wrong] == number].tolist()
-        if own:
-            problems.append(_damage(catalogue, file, own))
-        elif file.crc is not None and crcs.get(number, file.crc) != file.crc:
-            text = f"its header was changed: the file's checksum is {crcs[number]:08x}, recorded is {file.crc:08x}"
-            problems.append(Problem(file.path, "damaged", text))
-    return tuple(problems)
-
-
 def _size_problems(catalogue: Catalogue, number: int, found: int | None) -> list[Problem]:
     file = catalogue.files[number]
     if found == file.nbytes:
@@ -142,11 +117,11 @@ def _size_problems(catalogue: Catalogue, number: int, found: int | None) -> list
     is_in_file = catalogue.chunk_file == number
     if found is None:
         text = f"it is missing; {file.nbytes} bytes were written"
-        return [Problem(file.path, "missing", text, _names(catalogue, np.flatnonzero(is_in_file)))]
+        return [Problem(file.path, "missing", text, names_of(catalogue, np.flatnonzero(is_in_file)))]
     is_hurt = is_in_file & (catalogue.chunk_byte_offset + catalogue.chunk_nbytes > found)
     state = "truncated" if found < file.nbytes else "longer than it was"
     text = f"it is {state}: expected {file.nbytes} bytes, found {found}"
-    return [Problem(file.path, "size", text, _names(catalogue, np.flatnonzero(is_hurt)))]
+    return [Problem(file.path, "size", text, names_of(catalogue, np.flatnonzero(is_hurt)))]
 
 
 def _coverage_problems(catalogue: Catalogue) -> list[Problem]:
@@ -163,17 +138,6 @@ def _coverage_problems(catalogue: Catalogue) -> list[Problem]:
         return []
     alone = ((t.name, attempt(catalogue.select([t.name]))) for t in catalogue.tensors)
     return [Problem("", "incomplete", text, (name,)) for name, text in alone if text is not None]
-
-
-def _damage(catalogue: Catalogue, file: File, chunks: list[int]) -> Problem:
-    names = _names(catalogue, chunks)
-    text = f"the bytes of {len(chunks)} chunks are not those that were saved: {catalogue.describe(chunks[0])}"
-    return Problem(file.path, "damaged", text if len(chunks) == 1 else f"{text}, ...", names)
-
-
-def _names(catalogue: Catalogue, chunks: Iterable[int]) -> tuple[str, ...]:
-    tensors = dict.fromkeys(int(catalogue.chunk_tensor[chunk]) for chunk in chunks)
-    return tuple(catalogue.tensors[tensor].name for tensor in tensors)
 
 
 def _read_manifest(store: Store) -> Manifest:

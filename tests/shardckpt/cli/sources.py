@@ -90,6 +90,8 @@ OF_OURS = (
 OF_HF = (
     Verb("import", lambda source, out: (source, out / "new", "--ranks", 2)),
     Verb("diff", lambda source, _: (source, source)),
+    Verb("inspect", lambda source, _: (source, "--tensors", "--ranks"), reads_data=False),
+    Verb("verify", lambda source, _: (source,), bad_exit_code=3),
 )
 
 

@@ -26,15 +26,17 @@ def test_a_sound_checkpoint_passes(root: Path) -> None:
     size = sum(path.stat().st_size for path in root.glob("shard-*"))
     assert found == {
         "source": str(root),
+        "format": "shardckpt",
         "is_good": True,
         "is_quick": False,
         "num_files": 2,
         "num_tensors": 2,
         "nbytes": size,
+        "unverified_bytes": 0,
         "num_problems": 0,
         "problems": [],
     }
-    assert "good      yes" in run("verify", root).stdout
+    assert "good              yes" in run("verify", root).stdout
 
 
 def test_damage_is_told_by_file_and_tensor(root: Path) -> None:

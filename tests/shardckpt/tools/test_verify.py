@@ -11,7 +11,8 @@ from shardckpt.catalogue import Catalogue
 from shardckpt.committed import Destination, commit, draft_of, read_committed
 from shardckpt.errors import CheckpointNotFoundError
 from shardckpt.storage import open_store
-from shardckpt.tools.verify import Problem, read_through, survey
+from shardckpt.tools.soundness import Problem, read_through
+from shardckpt.tools.verify import survey
 from shardckpt.transfer import TransferOptions
 from tests.shardckpt.checkpoints import write_checkpoint
 
