@@ -8,13 +8,14 @@ backward). It refuses to know modules' hooks, prefetching and strategies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import torch
 from torch import nn
 
 from sharding.collectives import Group, Work
+from sharding.errors import StateError
 from sharding.layout import BucketLayout, Slot, align_numel, lay_out
 from sharding.names import Place
 
@@ -97,16 +98,10 @@ class Bucket:
             slots, world_size=group.size, align=align_numel(dtype.itemsize for dtype in dtypes)
         )
         self.state = BucketState.SHARDED
-        is_part = keeps_whole and group.size > 1 and kind.compute_dtype == kind.dtype
-        self.shard = torch.zeros(0 if is_part else self.layout.shard_numel, dtype=kind.dtype, device=device)
         # A group of one that computes in the parameters' dtype needs no second buffer: shard and whole are one.
         self.is_always_whole = group.size == 1 and kind.compute_dtype == kind.dtype
-        self._whole = self.shard  # [numel] compute dtype, its memory often freed
-        if not self.is_always_whole:
-            self._whole = torch.zeros(self.layout.numel, dtype=kind.compute_dtype, device=device)
-        if is_part:  # `.data`, for a version counter of its own
-            self.shard = self._whole.data.narrow(0, group.rank * self.layout.shard_numel, self.layout.shard_numel)
         self._keeps_whole = keeps_whole or self.is_always_whole
+        self._allocate(device)
         self._work: Work | None = None
         self._version = -1  # of the shard when it was gathered
         self._on_gradient: Callable[[int], Callable[[torch.Tensor], None]] | None = None
@@ -119,6 +114,75 @@ class Bucket:
         self._reduced: list[tuple[torch.Tensor, Sequence[int]]] = []  # [shard_numel] each, and what has no gradient
         with torch.no_grad():
             self._make_parameters()
+        self._free_whole()
+
+    def _allocate(self, device: torch.device) -> None:
+        """Make the shard and the whole buffer."""
+        kind, numel = self.kind, self.layout.shard_numel
+        is_part = self._keeps_whole and not self.is_always_whole and kind.compute_dtype == kind.dtype
+        self._shard = torch.zeros(0 if is_part else numel, dtype=kind.dtype, device=device)
+        self._whole = self._shard  # [numel] compute dtype, its memory often freed
+        if not self.is_always_whole:
+            self._whole = torch.zeros(self.layout.numel, dtype=kind.compute_dtype, device=device)
+        if is_part:  # `.data`, for a version counter of its own
+            self._shard = self._whole.data.narrow(0, self.group.rank * numel, numel)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's elements, as people left them. # [shard_numel]
+
+        [Note: replaced spans] `module.half()`, `module.to(device)` and `parameter.data = ...` give a span other memory,
+        of which the shard knows nothing. So before the shard is read, what stands elsewhere is copied to its place.
+
+        Raises:
+            StateError: If spans were replaced by what fits no shard.
+        """
+        if not self.is_summoned and self.members and not all(map(self._is_in_place, range(len(self.members)))):
+            self._put_in_place()
+        return self._shard
+
+    def _is_in_place(self, index: int) -> bool:
+        shard = self.members[index].shard
+        return shard.dtype is self.kind.dtype and shard.data_ptr() == self._addresses[index]
+
+    @torch.no_grad()
+    def _put_in_place(self) -> None:
+        """Copy spans that stand elsewhere into the shard, in a new dtype or on a new device if all do so."""
+        first = self.members[0].shard
+        for index, member in enumerate(self.members):
+            start, stop = self.span(index)
+            if (member.shard.dtype, member.shard.device) != (first.dtype, first.device):
+                raise StateError(
+                    f"{member.places[0].fqn!r} is now {member.shard.dtype} on {member.shard.device}, others of its "
+                    f"unit are {first.dtype} on {first.device}; convert the outermost module"
+                )
+            if member.shard.numel() != stop - start:
+                raise StateError(
+                    f"the data of {member.places[0].fqn!r} was replaced by a tensor of shape "
+                    f"{tuple(member.shard.shape)}, this rank holds {stop - start} elements of it; "
+                    "replace it inside of summon_full_params"
+                )
+        values = [member.shard.data for member in self.members]
+        if not self.is_always_whole:
+            self.reshard()
+        if (first.dtype, first.device) != (self.kind.dtype, self._shard.device):
+            self._convert(first.dtype, first.device)
+        for index, (member, value) in enumerate(zip(self.members, values, strict=True)):
+            view = self._local_view(index)
+            view.copy_(value.view(view.shape))
+            member.shard.data = view
+            self._addresses[index] = view.data_ptr()
+        self._version = -1
+
+    def _convert(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the buffers another dtype; that of computation and reduction follow where they were the parameters'."""
+        old = self.kind
+        compute, reduce = (dtype if other == old.dtype else other for other in (old.compute_dtype, old.reduce_dtype))
+        self.kind = replace(old, dtype=dtype, compute_dtype=compute, reduce_dtype=reduce)
+        self._allocate(device)
+        for index, member in enumerate(self.members):
+            if not self.is_always_whole:
+                member.whole.data = self._global_view(index)
         self._free_whole()
 
     @property
@@ -142,22 +206,19 @@ class Bucket:
         return any(self._has_gradient)
 
     def _make_parameters(self) -> None:
-        # `.data` gives the views a version counter of their own: gloo raises that of its output from another thread,
-        # and autograd would take it for a change of a saved tensor.
-        whole = self._whole.data
+        self._addresses: list[int] = []  # where each span lies
         for index, member in enumerate(self.members):
             view = self._local_view(index)
+            self._addresses.append(view.data_ptr())
             start, stop = self.span(index)
             if member.original is not None and start < stop:
                 view.copy_(member.original.detach().reshape(-1)[start:stop].view(view.shape))
             member.original = None
-            slot = self.layout.slots[index]
             member.shard = member.whole = nn.Parameter(view, requires_grad=self.kind.requires_grad)
             self._show(member, member.shard)
             if self.is_always_whole:
                 continue
-            global_view = whole.narrow(0, self.layout.starts[index], slot.numel).view(slot.shape)
-            member.whole = nn.Parameter(global_view, requires_grad=self.kind.requires_grad)
+            member.whole = nn.Parameter(self._global_view(index), requires_grad=self.kind.requires_grad)
 
     def span(self, index: int) -> tuple[int, int]:
         """Give the span of a parameter that this rank holds."""
@@ -171,8 +232,15 @@ class Bucket:
 
     def _local_view(self, index: int) -> torch.Tensor:
         """Give what the optimizer sees of a parameter: its span, or in a group of one the parameter in its shape."""
-        span = self._span_of(self.shard, index)
+        span = self._span_of(self._shard, index)
         return span.view(self.layout.slots[index].shape) if self.group.size == 1 else span
+
+    def _global_view(self, index: int) -> torch.Tensor:
+        """Give the view of a parameter in the whole buffer. # [global shape]"""
+        # `.data` gives the views a version counter of their own: gloo raises that of its output from another thread,
+        # and autograd would take it for a change of a saved tensor.
+        slot = self.layout.slots[index]
+        return self._whole.data.narrow(0, self.layout.starts[index], slot.numel).view(slot.shape)
 
     def watch(self, hook_for: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
         """Have a hook called when autograd has summed a whole parameter's gradient, also of one unfrozen later.
@@ -197,20 +265,22 @@ class Bucket:
 
     def gather(self) -> None:
         """Begin to fill the whole buffer; nothing to do if it is filled, or being filled, from the shard as it is."""
+        if self.state is BucketState.SHARDED:
+            self._shard = self.shard  # see [Note: replaced spans]
         if self.is_always_whole and self.state is not BucketState.WHOLE:
             self._follow_requires_grad()
             self.state = BucketState.WHOLE
         if self.is_always_whole or self.is_summoned:
             return
-        if self.state is not BucketState.SHARDED and self._version == self.shard._version:
+        if self.state is not BucketState.SHARDED and self._version == self._shard._version:
             return
         self.reshard()
         self.state = BucketState.GATHERING
-        if self._keeps_whole and self._version == self.shard._version:
+        if self._keeps_whole and self._version == self._shard._version:
             return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
-        self._version = self.shard._version
-        source = self.shard if self.kind.compute_dtype == self.kind.dtype else self.shard.to(self.kind.compute_dtype)
+        self._version = self._shard._version
+        source = self._shard if self.kind.compute_dtype == self.kind.dtype else self._shard.to(self.kind.compute_dtype)
         self._work = self.group.all_gather(self._whole, source.detach())
 
     def unshard(self) -> None:
@@ -259,7 +329,7 @@ class Bucket:
 
     def collect(self, locals_: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Give a buffer laid out like the shard with what this rank holds of each parameter, zeros for None."""
-        buffer = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.shard.device)
+        buffer = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self._shard.device)
         for index, local in enumerate(locals_):
             if local is not None:
                 self._span_of(buffer, index).copy_(local.reshape(-1))
@@ -328,7 +398,7 @@ class Bucket:
             return False
         parameter.grad = None
         if self._gradients is None:
-            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
+            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self._shard.device)
         slot = self.layout.slots[index]
         place = self._gradients.narrow(0, self.layout.starts[index], slot.numel).view(slot.shape)
         if self._has_gradient[index]:
@@ -351,7 +421,7 @@ class Bucket:
         sum whether any rank had a gradient, and no message says so.
         """
         if self._gradients is None:
-            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self.shard.device)
+            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self._shard.device)
         without = [index for index, has_gradient in enumerate(self._has_gradient) if not has_gradient]
         gradients, self._gradients = self._gradients, None
         self._mark_gaps(gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
@@ -44,6 +46,13 @@ class ShardedGradScaler(GradScaler):
             enabled=enabled,
         )
         self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or nested losses, by the scale; each keeps its dtype, so that backward computes in it."""
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(one) for one in outputs)
+        scaled = super().scale(outputs)
+        return scaled.to(outputs.dtype) if isinstance(outputs, torch.Tensor) else scaled
 
     def _unscale_grads_(
         self,
