@@ -49,7 +49,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tools/fit", "tools/rules_file"),
         ("tools/name_rules",),
         ("manager",),
-        ("tools/*", "cli/stopping"),
+        ("tools/*", "cli/stopping", "cli/completion"),
         ("cli/options", "cli/output"),
         ("cli/verb", "cli/writing", "cli/main"),
         ("cli/*",),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import click
 
 from shardckpt.cli import options
+from shardckpt.cli.completion import paths
 from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import Verb
 from shardckpt.cli.writing import plan_result, write_result
@@ -19,7 +20,7 @@ from shardckpt.tools.selection import Choice
 
 @click.command("consolidate", cls=Verb, epilog="Example: shardckpt consolidate step-000100 model.safetensors")
 @options.source
-@click.argument("destination", metavar="OUT")
+@click.argument("destination", metavar="OUT", shell_complete=paths)
 @options.choosing
 @options.dtype
 @click.option("--optimizer", is_flag=True, help="Take all tensors, under their full names, not the weights alone.")

@@ -18,7 +18,7 @@ from shardckpt.tools.verify import survey
 
 @click.command("cp", cls=Verb, epilog="Example: shardckpt cp step-000100 step-000100-copy --read-back")
 @options.source
-@click.argument("destination", metavar="DST")
+@options.destination
 @click.option("--read-back", is_flag=True, help="Read the copy again and compare it; exit code 3 if it is not good.")
 @options.writing
 @options.storage

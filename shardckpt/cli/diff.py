@@ -7,6 +7,7 @@ from collections.abc import Callable
 import click
 
 from shardckpt.cli import options
+from shardckpt.cli.completion import places
 from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import ANSWER_IS_NO, Verb
 from shardckpt.formats.origin import find_origin
@@ -17,8 +18,8 @@ from shardckpt.transfer import TransferOptions
 
 
 @click.command("diff", cls=Verb, epilog="Example: shardckpt diff step-000100 llama-hf")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", shell_complete=places)
+@click.argument("b", metavar="B", shell_complete=places)
 @click.option("--quick", is_flag=True, help="Compare names, dtypes and shapes only; read no data.")
 @options.choosing
 @options.budget

@@ -26,7 +26,7 @@ from shardckpt.tools.selection import Choice
     "export", cls=TeamVerb, epilog="Example: shardckpt export step-000100 llama-hf --to hf --like config.json"
 )
 @options.source
-@click.argument("destination", metavar="DST")
+@options.destination
 @click.option(
     "--to",
     type=click.Choice(["hf", "peft"]),

@@ -20,7 +20,7 @@ from shardckpt.tools.rewrite import rewrite
 
 @click.command("import", cls=TeamVerb, epilog="Example: shardckpt import llama-hf step-000000 --ranks 8")
 @options.source
-@click.argument("destination", metavar="DST")
+@options.destination
 @click.option("--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks to write for.")
 @options.writing
 @options.storage

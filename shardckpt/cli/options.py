@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import click
 
+from shardckpt.cli.completion import paths, places
 from shardckpt.storage import Store, open_store
 from shardckpt.tools.recast import DTYPES, NewDtype
-from shardckpt.transfer import DEFAULT_BUDGET_BYTES, TransferOptions
+from shardckpt.transfer import DEFAULT_BUDGET_BYTES, NUM_LOCAL_WORKERS, NUM_REMOTE_WORKERS, TransferOptions
 
 Function = Callable[..., object]
 
@@ -76,7 +77,12 @@ class Writing:
 
 def source(function: Function) -> Function:
     """Add the argument SRC."""
-    return click.argument("source", metavar="SRC")(function)
+    return click.argument("source", metavar="SRC", shell_complete=places)(function)
+
+
+def destination(function: Function) -> Function:
+    """Add the argument DST."""
+    return click.argument("destination", metavar="DST", shell_complete=paths)(function)
 
 
 def budget(function: Function) -> Function:
@@ -84,7 +90,8 @@ def budget(function: Function) -> Function:
     function = click.option(
         "--workers",
         type=click.IntRange(min=1),
-        help="Threads that move bytes. [default: as many as fit the storage and the budget]",
+        help=f"Threads that move bytes. [default: one a core, at most {NUM_LOCAL_WORKERS}; {NUM_REMOTE_WORKERS} where "
+        "an end is remote; fewer if the budget is small]",
     )(function)
     return click.option(
         "--budget",

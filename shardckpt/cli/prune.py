@@ -7,6 +7,7 @@ from collections.abc import Callable
 import click
 
 from shardckpt.cli import options
+from shardckpt.cli.completion import paths
 from shardckpt.cli.output import Output, Row
 from shardckpt.cli.verb import Verb
 from shardckpt.storage import Store
@@ -14,7 +15,7 @@ from shardckpt.tools.prune import Keeping, plan_prune, prune
 
 
 @click.command("prune", cls=Verb, epilog="Example: shardckpt prune runs/a --keep 3 --keep-every 1000 --dry-run")
-@click.argument("root", metavar="ROOT")
+@click.argument("root", metavar="ROOT", shell_complete=paths)
 @click.option("--keep", type=click.IntRange(min=1), help="Keep this many of the newest. [default: all]")
 @click.option("--keep-every", type=click.IntRange(min=1), help="Also keep those whose step is a multiple of this.")
 @click.option("--unfinished", is_flag=True, help="Remove what unfinished saves left; none may be under way.")

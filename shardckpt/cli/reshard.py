@@ -38,7 +38,7 @@ class LayoutKind(click.ParamType):  # type: ignore[type-arg]  # generic since cl
     epilog="Example: shardckpt reshard step-000100 step-000100-on-16 --from 8 --to 16",
 )
 @options.source
-@click.argument("destination", metavar="DST")
+@options.destination
 @click.option("--from", "from_ranks", type=click.IntRange(min=1), help="Number of ranks that wrote SRC; checked.")
 @click.option("--to", "to_ranks", type=click.IntRange(min=1), required=True, help="Number of ranks to write for.")
 @click.option(

@@ -212,8 +212,8 @@ def _survey_indexed(store: Store, index_path: str, files: Sequence[str]) -> Weig
     faults: list[Fault] = []
     if missing := [path for path in paths if path not in files]:
         text = f"{store.url!r} is incomplete: {index_path!r} names files that are not there: {listing(missing)}"
-        error = CheckpointNotFoundError(f"{text}; fetch them again")
-        faults += [Fault(path, "missing", error) for path in missing]
+        absence = CheckpointNotFoundError(f"{text}; fetch them again")
+        faults += [Fault(path, "missing", absence) for path in missing]
     weights = survey_files(store, [path for path in paths if path in files])
     faults += weights.faults
     faults += [Fault(index_path, "inconsistent", FormatError(text)) for text in _odds(index_path, weight_map, weights)]

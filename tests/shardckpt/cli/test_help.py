@@ -87,7 +87,7 @@ def test_the_list_of_commands_is_complete() -> None:
         assert name in text
         assert sentence.split()[0] in text
     folder = ROOT / "shardckpt" / "cli"
-    others = {"__init__", "main", "options", "output", "stopping", "verb", "writing"}
+    others = {"__init__", "completion", "main", "options", "output", "stopping", "verb", "writing"}
     assert {path.stem.rstrip("_") for path in folder.glob("*.py")} - {"init", "__init"} - others == set(COMMANDS)
 
 

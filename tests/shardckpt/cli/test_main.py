@@ -81,7 +81,7 @@ for number, arguments in enumerate({json.dumps(runs)}):
 def test_every_file_of_the_command_line_is_a_command_or_listed() -> None:
     """No command is left out of the table."""
     folder = Path(importlib.import_module("shardckpt.cli").__path__[0])
-    shared = {"__init__", "main", "verb", "options", "output", "stopping", "writing"}
+    shared = {"__init__", "completion", "main", "verb", "options", "output", "stopping", "writing"}
     assert {path.stem for path in folder.glob("*.py")} - shared == {"import_" if c == "import" else c for c in COMMANDS}
 
 
