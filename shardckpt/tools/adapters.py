@@ -14,7 +14,7 @@ import msgspec
 
 from shardckpt.catalogue import Tensor
 from shardckpt.errors import FormatError, MismatchError, UnsupportedError, listing
-from shardckpt.tools.companions import ADAPTER_CONFIG_PATH, Companions
+from shardckpt.tools.companions import ADAPTER_CONFIG_PATH
 from shardckpt.tools.selection import Selection
 
 _ROOT = "base_model.model."
@@ -46,22 +46,22 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     trainable_token_indices: object = None
 
     @classmethod
-    def read(cls, companions: Companions | None) -> AdapterConfig:
-        """Read the one that goes along.
+    def read(cls, small_files: Mapping[str, bytes]) -> AdapterConfig:
+        """Read the one among the files that go along.
 
         Raises:
             MismatchError: If there is none.
             FormatError: If it is damaged.
             UnsupportedError: If it is of another kind of adapters.
         """
-        if companions is None or ADAPTER_CONFIG_PATH not in companions.paths:
+        if ADAPTER_CONFIG_PATH not in small_files:
             raise MismatchError(
                 f"there are LoRA adapters, which need their {ADAPTER_CONFIG_PATH}, as some of it (lora_alpha) is in no "
                 "tensor; name it, or the folder that has it, with --like. To export a whole model, merge "
                 "them before it is saved (merge_and_unload)."
             )
         try:
-            found = msgspec.json.decode(companions.read(ADAPTER_CONFIG_PATH), type=cls)
+            found = msgspec.json.decode(small_files[ADAPTER_CONFIG_PATH], type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise FormatError(f"{ADAPTER_CONFIG_PATH!r} is damaged ({error}); save it again with PEFT") from None
         if found.peft_type != "LORA":
@@ -91,7 +91,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
     def is_saved_whole(self, module: str) -> bool:
         """Tell whether PEFT saves all of a module."""
-        return _ends_in(module, self.modules_to_save or ())
+        return module.endswith(tuple(self.modules_to_save or ()))  # "norm" is also "input_layernorm" to PEFT
 
 
 def has_adapters(selection: Selection) -> bool:

@@ -17,6 +17,8 @@ from shardckpt.storage import Store
 
 CONFIG_PATH = "config.json"
 ADAPTER_CONFIG_PATH = "adapter_config.json"
+ADAPTER_SECTION = "adapter_config"
+"""Section of a checkpoint whose value is the text of that file."""
 MAX_COMPANION_NBYTES = 64 << 20
 """Tokenizers have up to some 40 MB; what is larger is no companion."""
 

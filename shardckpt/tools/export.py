@@ -23,10 +23,11 @@ from shardckpt.formats.huggingface import (
     lay_out_files,
     lay_out_folder,
 )
+from shardckpt.manifest import Json
 from shardckpt.storage import TEMPORARY_SUFFIX, Store
 from shardckpt.team import Team, is_team_file
 from shardckpt.tools.adapters import AdapterConfig, adapters_alone, has_adapters
-from shardckpt.tools.companions import CONFIG_PATH, Companions, config_in_step, is_weights_file
+from shardckpt.tools.companions import ADAPTER_CONFIG_PATH, CONFIG_PATH, Companions, config_in_step, is_weights_file
 from shardckpt.tools.fit import fitted, fitted_by_config
 from shardckpt.tools.name_rules import apply_rules
 from shardckpt.tools.recast import NewDtype, recast
@@ -93,7 +94,8 @@ def plan_export(
         source: Root of the checkpoint.
         choice: Which tensors.
         expected: Names and shapes that the model should have; None to ask transformers, where there is a config.
-        companions: The files that go along.
+        companions: The files that go along; the config of adapters may come from the checkpoint too, if they were
+            imported.
         max_file_bytes: As for `lay_out_folder`.
         dtype: Another dtype for some of them; None to keep all.
         rules: How they become the tensors of the other program.
@@ -110,7 +112,8 @@ def plan_export(
     unchecked = ""
     is_adapter = leaves_base or has_adapters(selection)
     if is_adapter:
-        selection = adapters_alone(selection, AdapterConfig.read(companions), leaves_base=leaves_base)
+        small = _carried(found.objects) | small
+        selection = adapters_alone(selection, AdapterConfig.read(small), leaves_base=leaves_base)
     if expected is not None:
         selection = fitted(selection, expected)
     elif CONFIG_PATH in small and not is_adapter:
@@ -124,6 +127,14 @@ def plan_export(
         small[CONFIG_PATH] = config_in_step(small[CONFIG_PATH], selection.tensors)
     Derivation.assembling(found.catalogue, files.catalogue, selection.pieces)  # refuse now what does not fit
     return ExportJob(found.catalogue, source, files, selection.pieces, small, index, unchecked)
+
+
+def _carried(objects: Json) -> dict[str, bytes]:
+    """Give the config of adapters that an import has put into the checkpoint."""
+    match objects:
+        case {"adapter_config": str(text)}:
+            return {ADAPTER_CONFIG_PATH: text.encode()}
+    return {}
 
 
 def _lay_out_adapter(tensors: Sequence[Tensor], *, max_file_bytes: int | None) -> tuple[FileSet, None]:

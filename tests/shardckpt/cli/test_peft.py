@@ -79,17 +79,36 @@ def test_an_export_is_what_peft_writes_and_loads(tmp_path: Path, kind: str) -> N
     assert set(tree(tmp_path / "a")) == {"adapter_model.safetensors", "adapter_config.json"}
 
 
-def test_an_export_of_an_import_is_identical(tmp_path: Path) -> None:
-    """A folder of PEFT comes in and goes out again, to the bit."""
-    expected = written_by_peft(adapted(**KINDS["with a whole module"]), tmp_path / "in")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_of_an_import_is_identical(tmp_path: Path, kind: str) -> None:
+    """A folder of PEFT comes in and goes out again, to the bit, its config with it; a reshard in between keeps it."""
+    expected = written_by_peft(adapted(**KINDS[kind]), tmp_path / "in")
     run("import", tmp_path / "in", tmp_path / "a", "--ranks", 3)
-    run("export", tmp_path / "a", tmp_path / "out", "--like", tmp_path / "in")
+    run("reshard", tmp_path / "a", tmp_path / "b", "--to", 2)
+    run("export", tmp_path / "b", tmp_path / "out")
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     config = "adapter_config.json"
     assert (tmp_path / "out" / config).read_bytes() == (tmp_path / "in" / config).read_bytes()
-    run("diff", tmp_path / "in" / "adapter_model.safetensors", tmp_path / "out" / "adapter_model.safetensors")
+    run("diff", tmp_path / "in", tmp_path / "out")
+    run("verify", tmp_path / "out")
+
+
+def test_the_config_of_an_import_gives_way_to_one_that_is_named(tmp_path: Path) -> None:
+    """`--like` is asked for; a config that is no JSON does not come in, and one that is none of adapters not out."""
+    written_by_peft(adapted(**KINDS["plain"]), tmp_path / "in")
+    run("import", tmp_path / "in", tmp_path / "a", "--ranks", 1)
+    path = tmp_path / "in" / "adapter_config.json"
+    changed = json.dumps(json.loads(path.read_text()) | {"lora_alpha": 99})
+    path.write_text(changed)
+    run("export", tmp_path / "a", tmp_path / "out", "--like", path)
+    assert (tmp_path / "out" / "adapter_config.json").read_text() == changed
+    path.write_text("no")
+    assert "'adapter_config.json' is damaged" in error_of("import", tmp_path / "in", tmp_path / "b", "--ranks", 1)
+    path.write_text("[]")
+    run("import", tmp_path / "in", tmp_path / "b", "--ranks", 1)
+    assert "'adapter_config.json' is damaged" in error_of("export", tmp_path / "b", tmp_path / "out-b")
 
 
 def test_adapters_in_a_bare_model_are_taken_too(tmp_path: Path) -> None:
