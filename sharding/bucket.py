@@ -105,6 +105,7 @@ class Bucket:
         self._work: Work | None = None
         self._version = -1  # of the shard when it was gathered
         self._on_gradient: Callable[[int], Callable[[torch.Tensor], None]] | None = None
+        self._own_hooks: list[Callable[[torch.Tensor], None]] = []  # what `_on_gradient` gave
         self._is_watched = [False] * len(self.members)  # `_on_gradient` was asked for its hook
         self._gradients: torch.Tensor | None = None  # [numel], reduce dtype
         self._has_gradient = [False] * len(self.members)  # its place in `_gradients` is filled
@@ -259,7 +260,9 @@ class Bucket:
                 member.whole.requires_grad_(requires_grad)
             if requires_grad and not self._is_watched[index] and self._on_gradient is not None:
                 self._is_watched[index] = True
-                member.whole.register_post_accumulate_grad_hook(self._on_gradient(index))  # type: ignore[no-untyped-call]
+                hook = self._on_gradient(index)
+                self._own_hooks.append(hook)
+                member.whole.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     # Parameters
 
@@ -369,8 +372,9 @@ class Bucket:
     def _await_gradients(self) -> None:
         self._has_arrived = [not member.shard.requires_grad for member in self.members]
 
-    def end_backward(self) -> None:
-        """Give the spans the gradients of this backward, beside those of earlier ones."""
+    def end_backward(self) -> list[int]:
+        """Give the spans the gradients of this backward, beside those of earlier ones, and tell which got some."""
+        changed: set[int] = set()
         if self._reduced:
             self._version = -1  # an optimizer may change the shard in ways that torch does not count
         for member, kept in zip(self.members, self._kept, strict=False):
@@ -379,12 +383,25 @@ class Bucket:
             for index, member in enumerate(self.members):
                 if index in without or not member.shard.requires_grad:
                     continue
+                changed.add(index)
                 view = self._span_of(reduced, index).view(member.shard.shape)
                 if member.shard.grad is None:
                     member.shard.grad = view
                 else:
                     member.shard.grad.add_(view)
         self._kept, self._reduced = [], []
+        return sorted(changed)
+
+    def call_hooks(self, indexes: Sequence[int]) -> None:
+        """Call what people hung on spans for when their gradients are there, and step optimizers that lie in them."""
+        for index in indexes:
+            shard = self.members[index].shard
+            for hook in list((shard._post_accumulate_grad_hooks or {}).values()):
+                if hook not in self._own_hooks:
+                    hook(shard)
+            for optimizer in getattr(shard, "_in_backward_optimizers", ()):
+                optimizer.step()
+                optimizer.zero_grad()
 
     def take_gradient(self, index: int) -> bool:
         """Move a whole parameter's gradient into the reduce buffer, adding to what is there, and free it.
@@ -396,6 +413,11 @@ class Bucket:
         gradient = parameter.grad
         if gradient is None:
             return False
+        if gradient.layout is not torch.strided:
+            raise StateError(
+                f"the gradient of {self.layout.slots[index].fqn!r} is sparse, which cannot be cut over ranks; let its "
+                "module give dense ones, or name it in ignored_modules"
+            )
         parameter.grad = None
         if self._gradients is None:
             self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self._shard.device)

@@ -118,6 +118,14 @@ class Group:
         dist.all_gather_object(found, value, group=self.process_group)
         return found
 
+    def part(self, ranks: list[int]) -> Group:
+        """Give the group of some of the ranks.
+
+        Collective:
+            Those ranks; blocks.
+        """
+        return Group(dist.new_group(ranks, use_local_synchronization=True))
+
     def twin(self) -> Group:
         """Give a group of the same ranks with its own order of collectives.
 

@@ -156,6 +156,11 @@ class FullyShardedDataParallel(StatefulWrapper):
         self._hooks.start()
         return self._hooks.is_root
 
+    @property
+    def _is_root(self) -> bool | None:
+        """As torch's: None until the first forward."""
+        return self._hooks.is_root if self._hooks.runtime is not None else None
+
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Give all wrappers in `module`, or only those with none above."""
@@ -185,6 +190,8 @@ class FullyShardedDataParallel(StatefulWrapper):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients unreduced, whole, until the next backward outside of this context."""
+        if not self.check_is_root():
+            raise UnsupportedError("no_sync() on inner FSDP instances is not supported; call it on the root")
         runtime = self._hooks.start()
         before, runtime.is_syncing = runtime.is_syncing, False
         try:
@@ -207,7 +214,9 @@ class FullyShardedDataParallel(StatefulWrapper):
             All ranks; blocks. Only on the root.
         """
         if not self.check_is_root():
-            raise UnsupportedError("clip_grad_norm_ is for the root; call it on the outermost module")
+            raise UnsupportedError(
+                "clip_grad_norm_() should only be called on the root FSDP instance; this one is inside of another"
+            )
         return clip.clip_grad_norm(self, [h.unit for h in hooks_below(self)], max_norm, norm_type)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from sharding.bucket import Bucket
+from sharding.errors import UnsupportedError
 from sharding.runtime import Runtime
 from sharding.settings import Settings
 from sharding.state_hooks import StateHooks
@@ -43,10 +44,22 @@ class Hooks:
         self.is_root = False
         self.states = StateHooks(unit)
         module = unit.module
-        module.register_forward_pre_hook(untraced(self._pre_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(untraced(self._post_forward), with_kwargs=True)
+        module.register_forward_pre_hook(Untraced(self._pre_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Untraced(self._post_forward), with_kwargs=True)
         for bucket in unit.buckets:
             bucket.watch(partial(self._gradient_hook, bucket))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied: `copy.deepcopy`, `pickle` and `torch.save` of a module come here.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"a sharded {type(self.unit.module).__name__} can be neither copied nor pickled: it is one rank's part of "
+            "a module, and its process groups are this process's. Copy the module before it is wrapped, or save its "
+            "state_dict() and load that into another"
+        )
 
     def start(self) -> Runtime:
         """Give the runtime, making this unit the root if there is none yet.
@@ -79,7 +92,7 @@ class Hooks:
         def take(parameter: torch.Tensor) -> None:
             self.start().take_gradient(self.unit, bucket, index)
 
-        return untraced(take)
+        return Untraced(take)
 
     def _cast_inputs(self, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
         precision = self.unit.precision
@@ -94,9 +107,16 @@ class Hooks:
         return cast(tuple[Arguments, Keywords], pytree.tree_map_only(torch.Tensor, cast_one, (args, kwargs)))
 
 
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep `torch.compile` from looking into a hook: it breaks the graph there."""
-    return cast(Callable[..., Any], torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+class Untraced:
+    """A hook that `torch.compile` does not look into: it breaks the graph there."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Call the hook."""
+        return self._hook(*args, **kwargs)
 
 
 def hooks_of(module: nn.Module) -> Hooks | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -20,6 +22,35 @@ class Groups:
     replicas: Group
 
 
+def rank_grid(nodes: Sequence[object]) -> list[list[int]]:
+    """Give the ranks of each node, nodes in the order of their first ranks.
+
+    Args:
+        nodes: The node of each rank: anything that is equal for the ranks of one.
+
+    Raises:
+        WrapError: If nodes hold different numbers of ranks.
+    """
+    grid = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
+    if len({len(row) for row in grid}) > 1:
+        counts = ", ".join(f"{nodes[row[0]]}: {len(row)}" for row in grid)
+        raise WrapError(
+            f"hybrid sharding needs as many ranks on each node, there are {counts}; "
+            "start them so, or give a mesh (replicas, shards)"
+        )
+    return grid
+
+
+def _by_node(world: Group) -> Groups:
+    """Shard over the ranks of this host, replicate over those with the same place on the others."""
+    grid = rank_grid(world.gather_objects(socket.gethostname()))
+    if len(grid) == 1:
+        return Groups(world, Group(None))
+    columns = [list(column) for column in zip(*grid, strict=True)]
+    shards, replicas = (next(world.part(ranks) for ranks in lists if world.rank in ranks) for lists in (grid, columns))
+    return Groups(shards, replicas)
+
+
 def groups_for(
     strategy: ShardingStrategy,
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
@@ -29,7 +60,8 @@ def groups_for(
 
     Args:
         strategy: Hybrid ones need two groups, the others one.
-        process_group: One group, a pair (shards, replicas), or None for all ranks.
+        process_group: One group, a pair (shards, replicas), or None for all ranks; then hybrid strategies shard in each
+            node and replicate between nodes.
         mesh: In place of it: one axis, or (replicas, shards).
 
     Raises:
@@ -42,9 +74,12 @@ def groups_for(
     if mesh is not None:
         process_group = (mesh.get_group(1), mesh.get_group(0)) if mesh.ndim == 2 else mesh.get_group(0)
     if strategy.is_hybrid:
+        if process_group is None:
+            return _by_node(Group(dist.group.WORLD))
         if not isinstance(process_group, tuple):
             raise WrapError(
-                "hybrid sharding needs two groups: give a pair (shards, replicas), or a mesh (replicas, shards)"
+                "hybrid sharding needs two groups: give a pair (shards, replicas), a mesh (replicas, shards), or none "
+                "of both to shard in each node"
             )
         return Groups(Group(process_group[0]), Group(process_group[1]))
     if isinstance(process_group, tuple):

@@ -173,10 +173,10 @@ class Runtime:
                         self._reduce(unit, bucket)
             for unit, reduction in self._reductions:
                 unit.finish_reduction(reduction)
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.end_backward()
+        changed = [(bucket, bucket.end_backward()) for unit in self.units for bucket in unit.buckets]
         self._clear()
+        for bucket, indexes in changed:
+            bucket.call_hooks(indexes)
 
     def reset(self) -> None:
         """Forget a step that an exception cut short: whole parameters, the order, gradients of a backward under way."""

@@ -103,6 +103,10 @@ MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
         "sharding/bucket",
         "_parameters",
     ): "assigning through `Module.__setattr__` would register, check and copy each time",
+    (
+        "sharding/bucket",
+        "_post_accumulate_grad_hooks",
+    ): "torch offers hooks for when gradients are there, and no public way to call them",
     ("sharding/bucket", "_version"): "torch counts changes of a tensor there and nowhere else",
     ("sharding/fsdp", "_take"): "its own class: the other way to make one, around a module that is a unit already",
     ("sharding/hooks", "_pytree"): "torch's walk over nested arguments has no public name",
