@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from shardckpt.catalogue import Catalogue
 from shardckpt.dtypes import ITEM_BYTES
 from shardckpt.errors import FormatError
@@ -96,7 +98,7 @@ def build_header(
         fields[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         begins.append(position)
         position += nbytes
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text = msgspec.json.encode(fields)
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_NBYTES:
         raise FormatError(

@@ -132,7 +132,6 @@ def lay_out_shard(
     seen: dict[int, int] = {}
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     cut: dict[str, list[object]] = {}
-    end = 0
     for index, region in chunks:
         tensor = tensors[index]
         key = chunk_key(tensor.name, seen.get(index, 0))
@@ -146,9 +145,9 @@ def lay_out_shard(
             case Box(offset, shape):
                 cut[key] = [tensor.shape, offset, shape]
         rows.append((key, tensor.dtype, shape))
-        end += region.numel * tensor.item_bytes
     header, begins = build_header(rows, naming.metadata(rank, cut))
-    return header, begins, len(header) + end
+    last = [region.numel * tensors[index].item_bytes for index, region in chunks[-1:]]
+    return header, begins, max(begins, default=len(header)) + sum(last)
 
 
 def chunk_order(tensors: Sequence[Tensor], chunks: Sequence[tuple[int, Region]]) -> list[int]:
