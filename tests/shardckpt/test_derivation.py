@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from shardckpt.batches import Sizes
 from shardckpt.catalogue import Catalogue, CatalogueBuilder, File, Tensor
 from shardckpt.conversion import Conversion
 from shardckpt.derivation import Derivation, Piece
@@ -17,7 +18,7 @@ from shardckpt.errors import CorruptError, MismatchError
 from shardckpt.formats.huggingface import lay_out_files
 from shardckpt.region import Box, Span, normalise
 from shardckpt.storage import open_store
-from shardckpt.transfer import Sizes, TransferOptions
+from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 from tests.shardckpt.checkpoints import in_memory
 

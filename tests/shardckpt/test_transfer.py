@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt.batches import Sizes
 from shardckpt.catalogue import CatalogueBuilder, File, Tensor
 from shardckpt.checksum import crc32c
 from shardckpt.endpoints import Bytes, FileSink, MemorySink, MemorySource, ReaderPool, Sink, Source
@@ -22,7 +23,7 @@ from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.plan import Plan, plan
 from shardckpt.region import Box, Region, Span
 from shardckpt.storage import Store, Writer, open_store
-from shardckpt.transfer import Sizes, TransferOptions, transfer
+from shardckpt.transfer import TransferOptions, transfer
 from tests.shardckpt.tilings import Arrays, Tiled, arrays, elements, shifted, tilings, with_recorded_crc, wrong_chunks
 
 HEADER = b"8 bytes!"

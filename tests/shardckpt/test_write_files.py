@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from shardckpt.batches import Sizes
 from shardckpt.catalogue import Catalogue, File, Tensor
 from shardckpt.checksum import crc32c
 from shardckpt.committed import with_chunk_crcs
@@ -19,7 +20,7 @@ from shardckpt.layout import Layout, Mesh, regions, single_bucket
 from shardckpt.local_store import LocalStore, LocalWriter
 from shardckpt.shard_file import ShardNaming, lay_out_shards
 from shardckpt.storage import Writer, open_store
-from shardckpt.transfer import Sizes, TransferOptions
+from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 from tests.shardckpt.checkpoints import in_memory
 

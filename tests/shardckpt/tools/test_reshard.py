@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from shardckpt.batches import Sizes
 from shardckpt.committed import Draft, commit, prepare, read_committed
 from shardckpt.errors import MismatchError, UnsupportedError
 from shardckpt.layout import Bucket, Layout, regions
@@ -16,7 +17,7 @@ from shardckpt.shard_file import lay_out_shards
 from shardckpt.storage import open_store
 from shardckpt.tools.reshard import plan_reshard
 from shardckpt.tools.rewrite import rewrite
-from shardckpt.transfer import Sizes, TransferOptions
+from shardckpt.transfer import TransferOptions
 from shardckpt.write_files import write_files
 from tests.shardckpt.checkpoints import DTYPES, in_memory, read_checkpoint, write_checkpoint
 from tests.shardckpt.tools.meshes import write_on_mesh
