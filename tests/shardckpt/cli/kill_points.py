@@ -25,9 +25,9 @@ def _die_before(number: int) -> None:
     steps = itertools.count()
 
     def watch(frame: FrameType, event: str, called: object) -> None:
-        if event == "c_call" and getattr(called, "__module__", "") == "posix":
-            if getattr(called, "__name__", "") in STEPS and next(steps) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+        is_step = event == "c_call" and getattr(called, "__module__", "") == "posix"
+        if is_step and getattr(called, "__name__", "") in STEPS and next(steps) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.setprofile(watch)
     sys.setprofile(watch)
