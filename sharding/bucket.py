@@ -14,7 +14,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from sharding.collectives import Group, Work
+from sharding.collectives import Collectives, Group, Work
 from sharding.errors import StateError
 from sharding.layout import BucketLayout, Slot, align_numel, lay_out
 from sharding.names import Place
@@ -64,6 +64,7 @@ class Bucket:
         kind: What they have in common.
         members: The parameters, in order.
         layout: Where each lies.
+        gathers: The ranks it is cut over, for gathers; the runtime gives them an order of their own.
         shard: This rank's elements. # [shard_numel]
         state: See `BucketState`.
     """
@@ -92,6 +93,7 @@ class Bucket:
         self.kind = kind
         self.members = list(members)
         self.group = group
+        self.gathers: Collectives = group
         slots = [Slot(m.places[0].fqn, tuple(m.original.shape)) for m in members if m.original is not None]
         dtypes = {kind.dtype, kind.compute_dtype, kind.reduce_dtype}
         self.layout: BucketLayout = lay_out(
@@ -284,7 +286,7 @@ class Bucket:
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
         self._version = self._shard._version
         source = self._shard if self.kind.compute_dtype == self.kind.dtype else self._shard.to(self.kind.compute_dtype)
-        self._work = self.group.all_gather(self._whole, source.detach())
+        self._work = self.gathers.all_gather(self._whole, source.detach())
 
     def unshard(self) -> None:
         """Make the parameters whole: wait for the gather, and let modules see them."""
@@ -311,6 +313,11 @@ class Bucket:
                 self._show(member, member.shard)
         self._free_whole()
         self.state = BucketState.SHARDED
+
+    def forget(self) -> None:
+        """Free the whole buffer, and take nothing in it for gathered: a rank that failed may have sent zeros."""
+        self.reshard()
+        self._version = -1
 
     def summon(self, values: Sequence[torch.Tensor]) -> None:
         """Let modules and the optimizer see these whole tensors in place of the spans, until `dismiss`."""
@@ -480,17 +487,22 @@ class Bucket:
             position = start + self.layout.slots[index].numel if has_gradient else start
         gradients[position:] = -0.0
 
-    def give_gradients(self, reduced: torch.Tensor, without: Sequence[int]) -> None:
-        """Keep reduced gradients until backward ends: autograd may still be adding to `.grad` of whole parameters.
+    def give_gradients(self, summed: torch.Tensor, count: int, without: Sequence[int]) -> None:
+        """Keep mean gradients until backward ends: autograd may still be adding to `.grad` of whole parameters.
 
         Args:
-            reduced: The mean over the ranks. # [shard_numel]
+            summed: The sum over the ranks, which may be scaled in place where it is the whole buffer. # [shard_numel]
+            count: Number of ranks.
             without: The parameters for which this rank had none.
         """
-        nowhere = [index for index in without if self._is_marked(reduced, index)]
-        self._reduced.append((reduced.to(self.kind.dtype), nowhere))
+        nowhere = [index for index in without if self._is_marked(summed, index)]  # before small ones turn to -0.0
+        cast = summed.to(self.kind.dtype)
+        is_ours = cast is not summed or summed.numel() == self.layout.numel
+        mean = cast.mul_(1 / count) if is_ours else cast.mul(1 / count)  # a new tensor: the whole buffer goes
+        self._reduced.append((mean, nowhere))
 
-    def _is_marked(self, reduced: torch.Tensor, index: int) -> bool:
+    def _is_marked(self, summed: torch.Tensor, index: int) -> bool:
         """Tell whether no rank had a gradient for a parameter, as far as its elements here tell."""
-        first = self._span_of(reduced, index)[:1]
-        return bool(torch.signbit(first.real if first.is_complex() else first).all())
+        first = self._span_of(summed, index)[:1]
+        first = first.real if first.is_complex() else first
+        return bool((torch.signbit(first) & (first == 0)).all())

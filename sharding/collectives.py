@@ -6,7 +6,10 @@ with each other, only each with itself over the ranks.
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +21,61 @@ class Work(Protocol):
     def wait(self) -> object:
         """Block until it is done (on an accelerator: make the current stream wait)."""
 
+    def is_done_within(self, seconds: float) -> bool:
+        """Block for at most this long, and tell whether it is done, or failed: then `wait` does not block."""
+
+
+class Store(Protocol):
+    """What is used of the store of `torch.distributed`."""
+
+    timeout: timedelta
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: Sequence[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+def shared_store() -> Store:
+    """Give the store that all ranks share."""
+    assert dist.group.WORLD is not None
+    return cast(Store, dist.group.WORLD.get_group_store())
+
 
 class Done:
     """A collective that needed no communication."""
 
     def wait(self) -> None:
         """Return at once."""
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Tell that it is done."""
+        return True
+
+
+class _Issued:
+    """A collective under way in a backend; only gloo's blocks this thread."""
+
+    def __init__(self, work: dist.Work, is_gloo: bool) -> None:
+        self._work = work
+        self._is_gloo = is_gloo
+
+    def wait(self) -> None:
+        """Block until it is done, or make the current stream wait."""
+        self._work.wait()
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Block for at most this long, and tell whether it is done or failed."""
+        if not self._is_gloo:
+            return True
+        deadline = time.monotonic() + seconds
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # the time is over, or it failed before that
+            return self._work.is_completed() or time.monotonic() < deadline
+        return True
 
 
 class _Sum:
@@ -45,6 +97,10 @@ class _Sum:
             self._out.add_(part)
         self._parts = None
 
+    def is_done_within(self, seconds: float) -> bool:
+        """Block for at most this long, and tell whether the parts are here."""
+        return self._work.is_done_within(seconds)
+
 
 class Group:
     """The ranks that share something; a group of one communicates nothing."""
@@ -53,6 +109,7 @@ class Group:
         self.process_group = group
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
+        self.ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
         self._is_gloo = group is not None and "gloo" in dist.get_backend(group)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
@@ -64,7 +121,7 @@ class Group:
         if self.size == 1:
             whole.copy_(shard)
             return Done()
-        return _work(_gather_single(_as_bytes(whole), _as_bytes(shard), group=self.process_group, async_op=True))
+        return self._issued(_gather_single(_as_bytes(whole), _as_bytes(shard), group=self.process_group, async_op=True))
 
     def reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
         """Sum `whole` [size * n] over the ranks; give this rank's part of the sum [n], valid when the work is done.
@@ -83,9 +140,10 @@ class Group:
         if self._is_gloo:
             parts = torch.empty_like(whole)
             work = dist.all_to_all_single(parts, whole, group=self.process_group, async_op=True)
-            return mine, _Sum(_work(work), parts.view(self.size, numel), mine)
+            return mine, _Sum(self._issued(work), parts.view(self.size, numel), mine)
         out = torch.empty_like(mine)
-        return out, _work(_scatter_single(out, whole, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True))
+        work = _scatter_single(out, whole, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
+        return out, self._issued(work)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Reduce `tensor` over the ranks, in place.
@@ -95,7 +153,7 @@ class Group:
         """
         if self.size == 1:
             return Done()
-        return _work(dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True))
+        return self._issued(dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank the group's first rank's `tensor`, in place.
@@ -134,22 +192,41 @@ class Group:
         """
         if self.size == 1:
             return self
-        ranks = dist.get_process_group_ranks(self._group())
-        return Group(dist.new_group(ranks, use_local_synchronization=True))
+        timeout = shared_store().timeout  # that of `init_process_group`; without, it would be torch's default
+        return Group(dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True))
+
+    @staticmethod
+    def own_rank() -> int:
+        """Give this process's rank among all."""
+        return dist.get_rank()
+
+    def _issued(self, work: dist.Work | None) -> Work:
+        assert work is not None  # this rank is in the group, and the call was asynchronous
+        return _Issued(work, self._is_gloo)
 
     def _group(self) -> dist.ProcessGroup:
         assert self.process_group is not None
         return self.process_group
 
 
+class Collectives(Protocol):
+    """What units issue their collectives on: a `Group`, or one under watch."""
+
+    size: int
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See `Group.all_gather`."""
+
+    def reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """See `Group.reduce_scatter`."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """See `Group.all_reduce`."""
+
+
 # Newer releases call these *_single; the older names warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _work(work: object) -> Work:
-    assert work is not None  # this rank is in the group, and the call was asynchronous
-    return work  # type: ignore[return-value]  # torch types it loosely
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

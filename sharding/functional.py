@@ -98,8 +98,11 @@ def reset(module: nn.Module) -> None:
     The next forward of the root does it by itself; call it to take states or to end training before that. Gradients of
     earlier steps stay.
 
+    Raises:
+        StateError: If a step failed, and some rank does not come within the store's timeout.
+
     Collective:
-        None, but it waits for collectives under way: every rank that met the exception calls it.
+        After a failure all ranks call, and meet in the store; see [Note: after a failure] in `sharding.watch`.
     """
     for hooks in hooks_below(module):
         if hooks.runtime is not None:

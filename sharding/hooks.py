@@ -7,6 +7,7 @@ free and reduce is the runtime's.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from sharding.bucket import Bucket
 from sharding.errors import UnsupportedError
+from sharding.names import named_modules
 from sharding.runtime import Runtime
 from sharding.settings import Settings
 from sharding.state_hooks import StateHooks
@@ -42,10 +44,11 @@ class Hooks:
         self.settings = settings
         self.runtime: Runtime | None = None
         self.is_root = False
+        self._error_before: BaseException | None = None  # the one being handled when forward began
         self.states = StateHooks(unit)
         module = unit.module
         module.register_forward_pre_hook(Untraced(self._pre_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(Untraced(self._post_forward), with_kwargs=True)
+        module.register_forward_hook(Untraced(self._post_forward), with_kwargs=True, always_call=True)
         for bucket in unit.buckets:
             bucket.watch(partial(self._gradient_hook, bucket))
 
@@ -69,9 +72,10 @@ class Hooks:
         """
         if self.runtime is None:
             hooks = hooks_below(self.unit.module)
+            labels = {module: name for name, module in named_modules(self.unit.module)}
             settings = self.settings
             self.runtime = Runtime(
-                [one.unit for one in hooks],
+                {one.unit: labels[one.unit.module] or "the whole model" for one in hooks},
                 backward_prefetch=settings.backward_prefetch,
                 forward_prefetch=settings.forward_prefetch,
             )
@@ -81,10 +85,15 @@ class Hooks:
         return self.runtime
 
     def _pre_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+        self._error_before = sys.exc_info()[1]
         self.start().pre_forward(self.unit, self.is_root)
         return self._cast_inputs(args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: object) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._error_before:  # torch calls this hook after an exception too
+            self.start().fail_forward(self.unit, error)
+            return
         inputs = _differentiable((args, kwargs)) if self.unit.is_partly_frozen else []
         self.start().post_forward(self.unit, self.is_root, inputs, _differentiable(output))
 

@@ -13,8 +13,9 @@ own. So every rank issues the same sequence on each group, as long as it runs th
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,9 +23,13 @@ from sharding.bucket import Bucket
 from sharding.collectives import Group
 from sharding.policy import BackwardPrefetch
 from sharding.unit import Reduction, Unit
+from sharding.watch import Order, Watch
 
 MAX_REDUCTIONS = 2
 """Reductions under way at a time: more would hold more reduce buffers."""
+
+STALL_S = 1.0
+"""In the middle of backward, a reduction is waited for no longer than this."""
 
 
 class Runtime:
@@ -36,9 +41,10 @@ class Runtime:
     """
 
     def __init__(
-        self, units: list[Unit], *, backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool
+        self, labels: Mapping[Unit, str], *, backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool
     ) -> None:
-        self.units = units
+        self.units = units = list(labels)
+        self._labels = labels
         self.is_syncing = True
         self._backward_prefetch = backward_prefetch
         self._forward_prefetch = forward_prefetch
@@ -46,14 +52,21 @@ class Runtime:
         self._is_in_backward = False
         self._order: list[Unit] = []  # units as their forwards ended since the last backward, with multiplicity
         self._last_order: list[Unit] = []  # of the forward before
+        self._entered: dict[Unit, None] = {}  # units as their forwards began first
         self._uses: Counter[Unit] = Counter()  # forwards of each unit through which backward has not gone yet
         self._cursor = 0  # how far back in `_order` backward has come
         self._to_reduce: list[tuple[Unit, Bucket]] = []  # in the agreed order; see [Note: order of collectives]
         self._reductions: list[tuple[Unit, Reduction]] = []
-        twins: dict[object, Group] = {}
-        for unit in units:
-            unit.reduce_shards = _twin(unit.shards, twins)
-            unit.reduce_replicas = _twin(unit.replicas, twins)
+        self._max_reductions = MAX_REDUCTIONS
+        self._watch = Watch(units[0].shards, units[0].replicas, units[0].device)
+        orders: dict[object, Order] = {}
+        for unit, label in labels.items():
+            unit.reduce_shards = self._watch.watched(unit.shards, orders, "reductions", label)
+            replicas = "means" if unit.shards.size > 1 else "reductions"
+            unit.reduce_replicas = self._watch.watched(unit.replicas, orders, replicas, label)
+            gathers = self._watch.watched(unit.shards, orders, "gathers", label)
+            for bucket in unit.buckets:
+                bucket.gathers = gathers
 
     # Forward
 
@@ -64,6 +77,7 @@ class Runtime:
             return
         if is_root or self._outermost is None or self._outermost is unit:
             self._begin_forward(unit)
+        self._entered.setdefault(unit)
         unit.unshard()
         if self._forward_prefetch:
             position = len(self._order)
@@ -72,9 +86,17 @@ class Runtime:
                 following[0].gather()
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self._outermost is not None or self._is_in_backward:
+        if self._watch.failure or self._outermost is not None or self._is_in_backward:
             self.reset()
         self._outermost = unit
+        self._watch.begin_round(f"forward of {self._labels[unit]}")
+
+    def fail_forward(self, unit: Unit, error: BaseException) -> None:
+        """Tell all ranks of an exception that leaves the outermost unit; the model may still handle one inside."""
+        if unit is self._outermost and not is_in_autograd():
+            self._watch.fail(
+                f"on rank {Group.own_rank()} the forward of {self._labels[unit]} raised {type(error).__name__}: {error}"
+            )
 
     def post_forward(
         self, unit: Unit, is_root: bool, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -134,13 +156,21 @@ class Runtime:
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self._cursor = len(self._order)
-        first_use = dict.fromkeys(self._order or self._last_order)
-        self._to_reduce = [(u, b) for u in reversed(first_use) for b in reversed(u.buckets) if b.is_trainable]
+        used = set(self._order or self._last_order)
+        # What is entered first has its last gradient last: the outermost unit, whose embedding comes first.
+        entered = [unit for unit in reversed(self._entered) if unit in used]
+        self._to_reduce = [(unit, b) for unit in entered for b in reversed(unit.buckets) if b.is_trainable]
         for unit in self.units:
             unit.is_in_backward = True
             for bucket in unit.buckets:
                 bucket.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(_End(self))
+        self._watch.decide(self._announcement("backward", self._to_reduce if self.is_syncing else []))
+
+    def _announcement(self, what: str, reductions: Sequence[tuple[Unit, Bucket]]) -> str:
+        """Say what will be reduced."""
+        texts = [f"{self._labels[unit]} ({bucket.layout.numel} elements)" for unit, bucket in reductions]
+        return f"{what} that reduces {', '.join(texts) or 'nothing'}"
 
     def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
         """Take one parameter's gradient; when a bucket has all, free it and reduce what is next in order."""
@@ -156,21 +186,25 @@ class Runtime:
 
     def _reduce(self, unit: Unit, bucket: Bucket) -> None:
         self._reductions.append((unit, unit.begin_reduction(bucket)))
-        while len(self._reductions) > MAX_REDUCTIONS:
-            done, reduction = self._reductions.pop(0)
-            done.finish_reduction(reduction)
+        while len(self._reductions) > self._max_reductions:
+            unit, reduction = self._reductions[0]
+            if not unit.is_reduced_within(reduction, STALL_S):
+                self._max_reductions *= 2  # a rank that lacks gradients reduces at the end, and gathers until then
+                return
+            unit.finish_reduction(reduction)
+            del self._reductions[0]
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, and free all parameters."""
         for unit in self.units:
             unit.reshard()
         if self.is_syncing:
-            for unit, bucket in self._to_reduce:
+            first = {bucket for _, bucket in self._to_reduce}
+            # Gradients of earlier steps without sync, or that came twice.
+            others = [(u, b) for u in reversed(self.units) for b in u.buckets if b.has_gradients and b not in first]
+            self._watch.decide(self._announcement("end of backward", others))
+            for unit, bucket in (*self._to_reduce, *others):
                 self._reduce(unit, bucket)
-            for unit in reversed(self.units):  # gradients of earlier steps without sync, or that came twice
-                for bucket in unit.buckets:
-                    if bucket.has_gradients:
-                        self._reduce(unit, bucket)
             for unit, reduction in self._reductions:
                 unit.finish_reduction(reduction)
         changed = [(bucket, bucket.end_backward()) for unit in self.units for bucket in unit.buckets]
@@ -180,13 +214,23 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget a step that an exception cut short: whole parameters, the order, gradients of a backward under way."""
+        if self._outermost is not None or self._is_in_backward:
+            self._watch.fail(f"rank {Group.own_rank()} began anew in the middle of a step")
+        self._watch.renew()
         for _, reduction in self._reductions:
             reduction.work.wait()
         for unit in self.units:
-            unit.reshard()
-            for bucket in unit.buckets if self._is_in_backward else ():
-                bucket.drop_gradients()
+            for bucket in unit.buckets:
+                bucket.forget()
+        self._entered.clear()
         self._clear()
+
+    def fail_backward(self) -> None:
+        """Drop the gradients of a backward that an exception ended, and tell all ranks."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.drop_gradients()  # now: gradients that people clear before the next step must not come back
+        self._watch.fail(f"an exception ended the backward of rank {Group.own_rank()}; see its traceback")
 
     def _clear(self) -> None:
         self._reductions.clear()
@@ -199,11 +243,23 @@ class Runtime:
             unit.is_in_backward = False
 
 
-def _twin(group: Group, twins: dict[object, Group]) -> Group:
-    """Give the one twin of a group that all units share."""
-    if group.process_group not in twins:
-        twins[group.process_group] = group.twin()
-    return twins[group.process_group]
+class _End:
+    """What autograd calls when a backward ends; if it goes without having been called, an exception ended that."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime: Runtime | None = runtime
+
+    def __call__(self) -> None:
+        """End the backward."""
+        assert self._runtime is not None
+        self._runtime.end_backward()
+        self._runtime = None
+
+    def __del__(self) -> None:
+        """Tell all ranks."""
+        if self._runtime is not None:
+            with contextlib.suppress(Exception):  # nobody is there to catch it
+                self._runtime.fail_backward()
 
 
 def _on_gradients(tensors: Sequence[torch.Tensor], function: Callable[[], None], *, after: int) -> None:

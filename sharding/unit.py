@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sharding.bucket import Bucket, BucketKind, BucketState, Member
-from sharding.collectives import Work
+from sharding.collectives import Collectives, Work
 from sharding.policy import MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
 
@@ -27,6 +27,7 @@ class Unit:
         precision: In which dtypes it computes and reduces.
         shards, replicas: The ranks that hold the other shards, and those that hold the same.
         world_size: Number of all these ranks.
+        device: Where its buffers lie.
         is_in_backward: The runtime is computing gradients, or was when an exception came.
         reduce_shards, reduce_replicas: The same ranks, for reductions; the runtime gives them an order of their own.
     """
@@ -40,9 +41,12 @@ class Unit:
         self.module = module
         self.strategy = settings.strategy
         self.precision = precision = settings.precision
-        self.shards = self.reduce_shards = settings.groups.shards
-        self.replicas = self.reduce_replicas = settings.groups.replicas
+        self.shards = settings.groups.shards
+        self.replicas = settings.groups.replicas
+        self.reduce_shards: Collectives = self.shards
+        self.reduce_replicas: Collectives = self.replicas
         self.world_size = self.shards.size * self.replicas.size
+        self.device = device
         self.is_in_backward = False
         kinds: dict[BucketKind, list[Member]] = {}
         for member in members:
@@ -95,22 +99,37 @@ class Unit:
         """Begin to reduce a bucket's gradients over all ranks that share or replicate it."""
         gradients, without = bucket.give_up_gradients()
         if self.reduce_shards.size == 1:
-            return Reduction(bucket, gradients, gradients, self.reduce_replicas.all_reduce(gradients), without)
+            work = self.reduce_replicas.all_reduce(gradients)
+            return Reduction(bucket, gradients, gradients, work, without, is_last_work=True)
         mine, work = self.reduce_shards.reduce_scatter(gradients)
-        return Reduction(bucket, gradients, mine, work, without)
+        return Reduction(bucket, gradients, mine, work, without, is_last_work=False)
+
+    def is_reduced_within(self, reduction: Reduction, seconds: float) -> bool:
+        """Wait for at most this long, and tell whether `finish_reduction` would not block any more.
+
+        Other replicas may not have come so far; a rank that blocked for them could keep them from coming.
+        """
+        if not reduction.work.is_done_within(seconds):
+            return False
+        self._sum_replicas(reduction)
+        return reduction.work.is_done_within(seconds)
 
     def finish_reduction(self, reduction: Reduction) -> None:
         """Wait for a bucket's reduction, and give its parameters their gradients."""
+        self._sum_replicas(reduction)
         reduction.work.wait()
-        if self.reduce_shards.size == 1:
-            mean = reduction.mine.mul_(1 / self.world_size)
-        else:
-            mean = reduction.mine.mul(1 / self.world_size)  # a new tensor: the whole buffer goes
-            self.reduce_replicas.all_reduce(mean).wait()
-        reduction.bucket.give_gradients(mean, reduction.without)
+        reduction.bucket.give_gradients(reduction.mine, self.world_size, reduction.without)
+
+    def _sum_replicas(self, reduction: Reduction) -> None:
+        """Go on from the sum over the shards to that over the replicas."""
+        if reduction.is_last_work:
+            return
+        reduction.work.wait()
+        reduction.work = self.reduce_replicas.all_reduce(reduction.mine)
+        reduction.is_last_work = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reduction:
     """A bucket's gradients under reduction; the buffer must live until the work is done."""
 
@@ -119,6 +138,7 @@ class Reduction:
     mine: torch.Tensor  # [shard_numel], a view of `buffer` or a tensor of its own
     work: Work
     without: Sequence[int]  # parameters that have no gradient on this rank
+    is_last_work: bool  # nothing comes after `work`
 
 
 def _capped(members: Sequence[Member], cap_bytes: int | None) -> list[list[Member]]:

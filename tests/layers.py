@@ -8,7 +8,7 @@ from __future__ import annotations
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
         ("errors", "layout", "names", "policy", "collectives", "sharded_tensor", "state_options"),
-        ("bucket", "disk_optimizer", "mesh", "sharded_grad_scaler", "wrap"),
+        ("bucket", "disk_optimizer", "mesh", "sharded_grad_scaler", "watch", "wrap"),
         ("activation", "agreement", "settings"),
         ("unit",),
         ("clip", "runtime", "state_dict", "state_hooks", "summon"),
