@@ -18,6 +18,7 @@ from sharding.collectives import Collectives, Group, Work
 from sharding.errors import StateError
 from sharding.layout import BucketLayout, Slot, align_numel, lay_out
 from sharding.names import Place
+from sharding.pool import Pool
 
 
 class BucketState(Enum):
@@ -65,6 +66,7 @@ class Bucket:
         members: The parameters, in order.
         layout: Where each lies.
         gathers: The ranks it is cut over, for gathers; the runtime gives them an order of their own.
+        pool: Where reduce buffers of what is cut come from; the runtime gives one to all buckets.
         shard: This rank's elements. # [shard_numel]
         state: See `BucketState`.
     """
@@ -94,6 +96,7 @@ class Bucket:
         self.members = list(members)
         self.group = group
         self.gathers: Collectives = group
+        self.pool = Pool()
         slots = [Slot(m.places[0].fqn, tuple(m.original.shape)) for m in members if m.original is not None]
         dtypes = {kind.dtype, kind.compute_dtype, kind.reduce_dtype}
         self.layout: BucketLayout = lay_out(
@@ -427,7 +430,7 @@ class Bucket:
             )
         parameter.grad = None
         if self._gradients is None:
-            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self._shard.device)
+            self._gradients = self._make_gradients()
         slot = self.layout.slots[index]
         place = self._gradients.narrow(0, self.layout.starts[index], slot.numel).view(slot.shape)
         if self._has_gradient[index]:
@@ -442,6 +445,12 @@ class Bucket:
         self._is_complete = True
         return True
 
+    def _make_gradients(self) -> torch.Tensor:
+        dtype, device = self.kind.reduce_dtype, self._shard.device
+        if self.group.size == 1:  # the sum stays in it, and is the parameters' `.grad`
+            return torch.empty(self.layout.numel, dtype=dtype, device=device)
+        return self.pool.take(self.layout.numel, dtype, device)
+
     def give_up_gradients(self) -> tuple[torch.Tensor, list[int]]:
         """Give the reduce buffer away, and the parameters that have no gradient on this rank. # [numel]
 
@@ -450,7 +459,7 @@ class Bucket:
         sum whether any rank had a gradient, and no message says so.
         """
         if self._gradients is None:
-            self._gradients = torch.empty(self.layout.numel, dtype=self.kind.reduce_dtype, device=self._shard.device)
+            self._gradients = self._make_gradients()
         without = [index for index, has_gradient in enumerate(self._has_gradient) if not has_gradient]
         gradients, self._gradients = self._gradients, None
         self._mark_gaps(gradients)

@@ -14,6 +14,8 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
+from sharding.pool import Pool
+
 
 class Work(Protocol):
     """A collective under way."""
@@ -81,8 +83,9 @@ class _Issued:
 class _Sum:
     """An exchange of parts under way, and the sum to be made of them."""
 
-    def __init__(self, work: Work, parts: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(self, work: Work, parts: torch.Tensor, out: torch.Tensor, pool: Pool) -> None:
         self._work = work
+        self._pool = pool
         self._parts: torch.Tensor | None = parts  # [size, n]
         self._out = out  # [n]
 
@@ -95,6 +98,7 @@ class _Sum:
         torch.add(first, second, out=self._out)
         for part in others:
             self._out.add_(part)
+        self._pool.give_back(self._parts)
         self._parts = None
 
     def is_done_within(self, seconds: float) -> bool:
@@ -123,10 +127,10 @@ class Group:
             return Done()
         return self._issued(_gather_single(_as_bytes(whole), _as_bytes(shard), group=self.process_group, async_op=True))
 
-    def reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """Sum `whole` [size * n] over the ranks; give this rank's part of the sum [n], valid when the work is done.
+    def reduce_scatter(self, whole: torch.Tensor, pool: Pool) -> Work:
+        """Sum `whole` [size * n] over the ranks, each rank its own part [n], which it then finds in its place there.
 
-        The content of `whole` is used up; the part may be a view of it, and `whole` must live until the work is done.
+        The other parts are used up, and `whole` must live until the work is done. Memory that it takes is the pool's.
         gloo makes a reduce-scatter of a clone and an all-reduce; so there each rank is sent its parts, and sums them
         in the order of ranks: half of the bytes, a third to two thirds less time.
 
@@ -136,14 +140,13 @@ class Group:
         numel = whole.numel() // self.size
         mine = whole.narrow(0, self.rank * numel, numel)
         if self.size == 1:
-            return mine, Done()
+            return Done()
         if self._is_gloo:
-            parts = torch.empty_like(whole)
+            parts = pool.take(whole.numel(), whole.dtype, whole.device)
             work = dist.all_to_all_single(parts, whole, group=self.process_group, async_op=True)
-            return mine, _Sum(self._issued(work), parts.view(self.size, numel), mine)
-        out = torch.empty_like(mine)
-        work = _scatter_single(out, whole, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
-        return out, self._issued(work)
+            return _Sum(self._issued(work), parts.view(self.size, numel), mine, pool)
+        work = _scatter_single(mine, whole, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
+        return self._issued(work)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Reduce `tensor` over the ranks, in place.
@@ -193,7 +196,10 @@ class Group:
         if self.size == 1:
             return self
         timeout = shared_store().timeout  # that of `init_process_group`; without, it would be torch's default
-        return Group(dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=True))
+        # A group made by its ranks alone has a name of 40 letters, and torch keeps one with each of the last 2,000
+        # collectives: small pieces that stay among the large ones, so that the memory of a process grew with each step.
+        is_part = self.size < dist.get_world_size()
+        return Group(dist.new_group(self.ranks, timeout=timeout, use_local_synchronization=is_part))
 
     @staticmethod
     def own_rank() -> int:
@@ -217,7 +223,7 @@ class Collectives(Protocol):
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         """See `Group.all_gather`."""
 
-    def reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def reduce_scatter(self, whole: torch.Tensor, pool: Pool) -> Work:
         """See `Group.reduce_scatter`."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:

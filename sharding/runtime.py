@@ -22,6 +22,7 @@ import torch
 from sharding.bucket import Bucket
 from sharding.collectives import Group
 from sharding.policy import BackwardPrefetch
+from sharding.pool import Pool
 from sharding.unit import Reduction, Unit
 from sharding.watch import Order, Watch
 
@@ -38,6 +39,7 @@ class Runtime:
     Attributes:
         units: All units, in the order of their modules.
         is_syncing: False in `no_sync`: gradients stay whole and wait.
+        pool: The memory of reductions.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Runtime:
         self.units = units = list(labels)
         self._labels = labels
         self.is_syncing = True
+        self.pool = Pool()
         self._backward_prefetch = backward_prefetch
         self._forward_prefetch = forward_prefetch
         self._outermost: Unit | None = None  # the unit whose forward is under way, around all others
@@ -67,6 +70,7 @@ class Runtime:
             gathers = self._watch.watched(unit.shards, orders, "gathers", label)
             for bucket in unit.buckets:
                 bucket.gathers = gathers
+                bucket.pool = self.pool
 
     # Forward
 
@@ -223,6 +227,7 @@ class Runtime:
             for bucket in unit.buckets:
                 bucket.forget()
         self._entered.clear()
+        self.pool.clear()
         self._clear()
 
     def fail_backward(self) -> None:

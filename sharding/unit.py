@@ -101,7 +101,9 @@ class Unit:
         if self.reduce_shards.size == 1:
             work = self.reduce_replicas.all_reduce(gradients)
             return Reduction(bucket, gradients, gradients, work, without, is_last_work=True)
-        mine, work = self.reduce_shards.reduce_scatter(gradients)
+        work = self.reduce_shards.reduce_scatter(gradients, bucket.pool)
+        numel = bucket.layout.shard_numel
+        mine = gradients.narrow(0, self.shards.rank * numel, numel)
         return Reduction(bucket, gradients, mine, work, without, is_last_work=False)
 
     def is_reduced_within(self, reduction: Reduction, seconds: float) -> bool:
@@ -119,6 +121,8 @@ class Unit:
         self._sum_replicas(reduction)
         reduction.work.wait()
         reduction.bucket.give_gradients(reduction.mine, self.world_size, reduction.without)
+        if self.shards.size > 1:
+            reduction.bucket.pool.give_back(reduction.buffer)
 
     def _sum_replicas(self, reduction: Reduction) -> None:
         """Go on from the sum over the shards to that over the replicas."""
@@ -135,7 +139,7 @@ class Reduction:
 
     bucket: Bucket
     buffer: torch.Tensor  # [numel]
-    mine: torch.Tensor  # [shard_numel], a view of `buffer` or a tensor of its own
+    mine: torch.Tensor  # [shard_numel], this rank's part of `buffer`
     work: Work
     without: Sequence[int]  # parameters that have no gradient on this rank
     is_last_work: bool  # nothing comes after `work`

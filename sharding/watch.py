@@ -27,6 +27,7 @@ import torch
 
 from sharding.collectives import Collectives, Done, Group, Store, Work, shared_store
 from sharding.errors import StateError
+from sharding.pool import Pool
 
 SLICE_S = 0.5
 """A blocked rank looks into the store this often."""
@@ -93,7 +94,7 @@ class Order:
             case "all_gather":
                 self.group.all_gather(whole, whole[: entry.numel // self.group.size].clone()).wait()
             case "reduce_scatter":
-                self.group.reduce_scatter(whole)[1].wait()
+                self.group.reduce_scatter(whole, Pool()).wait()
             case _:
                 self.group.all_reduce(whole).wait()
 
@@ -345,18 +346,11 @@ class Watched:
         entry = Entry("all_gather", whole.numel(), whole.dtype)
         return self._order.issue(entry, lambda: self._order.group.all_gather(whole, shard), self._watch, self._label)
 
-    def reduce_scatter(self, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def reduce_scatter(self, whole: torch.Tensor, pool: Pool) -> Work:
         """Sum `whole` as `Group.reduce_scatter` does; that it comes was decided when backward began."""
-        mine: list[torch.Tensor] = []
-
-        def call() -> Work:
-            part, work = self._order.group.reduce_scatter(whole)
-            mine.append(part)
-            return work
-
         entry = Entry("reduce_scatter", whole.numel(), whole.dtype)
-        work = self._order.issue(entry, call, self._watch, self._label)
-        return mine[0], work
+        group = self._order.group
+        return self._order.issue(entry, lambda: group.reduce_scatter(whole, pool), self._watch, self._label)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum `tensor` as `Group.all_reduce` does; that it comes was decided when backward began."""

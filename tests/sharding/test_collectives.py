@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sharding import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 from sharding.collectives import Group, Work
+from sharding.pool import Pool
 from tests.ranks import run_ranks
 from tests.sharding.models import Block, global_batch, loss_of, net
 
@@ -30,10 +31,10 @@ def _counted(strategy: str) -> tuple[dict[str, int], dict[str, int], int]:
         elements["all-gather"] += shard.numel() * (self.size > 1)
         return gather(self, whole, shard)
 
-    def reduce_scatter(self: Group, whole: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    def reduce_scatter(self: Group, whole: torch.Tensor, pool: Pool) -> Work:
         calls["reduce-scatter"] += self.size > 1
         elements["reduce-scatter"] += whole.numel() * (self.size > 1)
-        return scatter(self, whole)
+        return scatter(self, whole, pool)
 
     def all_reduce(self: Group, tensor: torch.Tensor, *args: object) -> Work:
         calls["all-reduce"] += self.size > 1
