@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from shardckpt.loading import LoadReport, load
     from shardckpt.manager import Manager, Restored
     from shardckpt.per_rank import PerRank
+    from shardckpt.retention import Best
     from shardckpt.save_async import AsyncSaver, PendingSave
     from shardckpt.save_phases import SaveReport
     from shardckpt.saving import save
 
 __all__ = [
     "AsyncSaver",
+    "Best",
     "Checkpoint",
     "CheckpointError",
     "Deadlines",
@@ -45,6 +47,7 @@ _HOME = {
     "AsyncSaver": ("save_async", "AsyncSaver"),
     "Manager": ("manager", "Manager"),
     "Restored": ("manager", "Restored"),
+    "Best": ("retention", "Best"),
     "PerRank": ("per_rank", "PerRank"),
     "PendingSave": ("save_async", "PendingSave"),
     "SaveReport": ("save_phases", "SaveReport"),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from shardckpt.catalogue import Boxes, Catalogue, File, Spans, Tensor
 from shardckpt.checksum import combine_groups, crc32c
-from shardckpt.errors import CheckpointExistsError, CheckpointNotFoundError, FormatError, NoSpaceError, listing
+from shardckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    FormatError,
+    NoSpaceError,
+    StorageError,
+    listing,
+)
 from shardckpt.layout import Layout
 from shardckpt.manifest import (
     MANIFEST_PATH,
@@ -63,6 +70,7 @@ class Draft:
         tensors: All tensors, in the order of the manifest.
         layout: The rule of their distribution, if there is one.
         objects: The non-tensor state, encoded as `docs/format.md` says.
+        metrics: How good the state is; None where a value was no finite number.
     """
 
     step: int | None
@@ -71,6 +79,7 @@ class Draft:
     tensors: tuple[Tensor, ...]
     layout: Layout | None
     objects: Json
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     def naming(self, token: str) -> ShardNaming:
         """Give the naming of its shard files."""
@@ -124,6 +133,7 @@ def draft_of(found: Stored) -> Draft:
         found.catalogue.tensors,
         manifest.layout,
         found.objects,
+        manifest.metrics,
     )
 
 
@@ -202,7 +212,7 @@ def check_space(store: Store, nbytes: int) -> None:
         )
 
 
-def commit(destination: Destination, draft: Draft, written: Catalogue, headers_crc: Sequence[int]) -> Manifest:
+def commit(destination: Destination, draft: Draft, written: Catalogue, headers_crc: Sequence[int]) -> tuple[str, ...]:
     """Write chunk table and manifest, then remove what they do not name.
 
     Args:
@@ -210,6 +220,10 @@ def commit(destination: Destination, draft: Draft, written: Catalogue, headers_c
         draft: What was written.
         written: Its files and chunks, the chunks with checksums.
         headers_crc: Checksum of each file's header.
+
+    Returns:
+        Why files of the replaced checkpoint are still there: the new one is committed all the same, and the next save
+        at this place tries again.
     """
     store = destination.store
     written = replace(written, files=_with_checksums(written, headers_crc))
@@ -231,14 +245,46 @@ def commit(destination: Destination, draft: Draft, written: Catalogue, headers_c
         num_chunks=len(written.chunk_nbytes),
         layout=draft.layout,
         objects=msgspec.Raw(msgspec.json.encode(draft.objects)),
+        metrics=dict(draft.metrics),
     )
     store.put(MANIFEST_PATH, encode_manifest(manifest), is_new=not destination.token)
-    if destination.token:
-        named = {MANIFEST_PATH, table_path, *(file.path for file in written.files)}
-        for path in store.list():
-            if path not in named and is_own_file(path):
-                store.delete(path)
-    return manifest
+    if not destination.token:
+        return ()
+    return _remove_others(store, {MANIFEST_PATH, table_path, *(file.path for file in written.files)})
+
+
+def _remove_others(store: Store, named: Collection[str]) -> tuple[str, ...]:
+    """Remove the files of other saves; give why those that stay could not be removed."""
+    try:
+        found = store.list()
+    except StorageError as error:
+        return (str(error),)
+    return remove_files(store, [path for path in found if path not in named and is_own_file(path)])
+
+
+def remove_files(store: Store, paths: Iterable[str]) -> tuple[str, ...]:
+    """Remove files, all that can be; give why the others could not."""
+    failures = []
+    for path in paths:
+        try:
+            store.delete(path)
+        except StorageError as error:
+            failures.append(str(error))
+    return tuple(failures)
+
+
+def refuse_remains(store: Store, not_removed: Sequence[str]) -> None:
+    """Raise if `commit` could not remove all that it should.
+
+    Raises:
+        StorageError: Says that the new checkpoint is there, and what else is.
+    """
+    if not_removed:
+        raise StorageError(
+            f"the checkpoint at {store.url!r} is replaced, but files of the old one are still there: {not_removed[0]} "
+            f"({len(not_removed)} in all). They do no harm; the next write there, or `shardckpt prune --unfinished` on "
+            "the folder above, removes them."
+        )
 
 
 def with_chunk_crcs(catalogue: Catalogue, crcs: I64) -> Catalogue:

@@ -263,14 +263,6 @@ def coordinator(process_group: ProcessGroup | None = None, deadlines: Deadlines 
     return Coordinator(ranks.index(dist.get_rank()), ranks, store, f"{name}/{number}", deadlines)
 
 
-def rank_in(process_group: ProcessGroup | None = None) -> int:
-    """Give this process's rank among those of a group; 0 where `torch.distributed` is not initialised."""
-    import torch.distributed as dist  # see `coordinator`
-
-    is_lone = not (dist.is_available() and dist.is_initialized())
-    return 0 if is_lone else dist.get_rank(process_group)
-
-
 def _intervals(ranks: Sequence[int]) -> list[str]:
     """Write ranks as few intervals, so that a group of thousands has a short name."""
     starts = [i for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1] + 1]

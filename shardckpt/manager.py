@@ -1,27 +1,31 @@
 """Many checkpoints of one run under one root: the newest, which to keep, which to remove.
 
-Each checkpoint is a folder `step-00001000` below the root. Only committed ones count; nothing is removed on the word of
-a save that failed, and never the newest committed one.
+Each checkpoint is a folder `step-00001000` below the root. Only committed ones count. One rank removes, as the last
+act of a commit, so that nothing goes on the word of a save that failed; never what was just saved, nor the newest that
+can be read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 import msgspec
 
-from shardckpt.coordinate import Deadlines, coordinator, rank_in
-from shardckpt.errors import CheckpointError, CheckpointNotFoundError, FormatError, MismatchError
+from shardckpt.committed import is_own_file, remove_files
+from shardckpt.coordinate import Deadlines, coordinator
+from shardckpt.errors import CheckpointError, CheckpointNotFoundError, FormatError, MismatchError, StorageError
 from shardckpt.loading import LoadReport, load
-from shardckpt.manifest import MANIFEST_PATH
+from shardckpt.manifest import MANIFEST_PATH, MAX_MANIFEST_NBYTES, decode_manifest
+from shardckpt.retention import Best, Metrics, Retention
 from shardckpt.save_async import AsyncSaver, PendingSave
-from shardckpt.save_phases import SaveReport
-from shardckpt.saving import save
-from shardckpt.storage import open_store
+from shardckpt.save_phases import SaveReport, SaveRequest
+from shardckpt.saving import run_save
+from shardckpt.storage import Store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,6 +67,7 @@ class Manager:
         *,
         keep: int | None = 3,
         keep_every: int | None = None,
+        best: Best | None = None,
         process_group: ProcessGroup | None = None,
         deadlines: Deadlines | None = None,
         storage_options: Mapping[str, object] | None = None,
@@ -74,6 +79,7 @@ class Manager:
             root: A folder or any fsspec URL.
             keep: How many of the newest checkpoints to keep; None for all.
             keep_every: Also keep those whose step is a multiple of this.
+            best: Also keep the best by a metric that `save` was given.
             process_group: The ranks that save and load together; None for all.
             deadlines: How long to wait for other ranks.
             storage_options: For the fsspec file system of `root`.
@@ -82,11 +88,10 @@ class Manager:
         Raises:
             MismatchError: If `keep` or `keep_every` is less than 1.
         """
-        if (keep is not None and keep < 1) or (keep_every is not None and keep_every < 1):
-            raise MismatchError(f"keep={keep} and keep_every={keep_every}: both must be at least 1, or None")
         self.root = os.fspath(root).rstrip("/")
-        self._keep = keep
-        self._keep_every = keep_every
+        self._retention = Retention(keep, keep_every, best)
+        self._metrics: dict[int, Metrics] = {}  # step -> those of its manifest, where that was read
+        self._damaged: set[int] = set()  # steps that `restore` had to skip
         self._group = process_group
         self._deadlines = deadlines
         self._storage_options = storage_options
@@ -104,12 +109,39 @@ class Manager:
         """Give the step of the newest committed checkpoint, or None."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Mapping[str, object]) -> SaveReport:
+    def metrics(self, step: int) -> Metrics:
+        """Give the metrics that a checkpoint was saved with; None for what was no finite number.
+
+        Raises:
+            CheckpointNotFoundError: If there is no checkpoint of this step.
+            FormatError: If its manifest is damaged.
+        """
+        return self._metrics_of(open_store(self.root, self._storage_options), step)
+
+    def best(self) -> int | None:
+        """Give the step of the best checkpoint, or None if none has the metric.
+
+        Raises:
+            MismatchError: If the manager was not told what is best.
+        """
+        best = self._retention.best
+        if best is None:
+            raise MismatchError("no metric says which checkpoint is best; make the manager with best=Best(metric)")
+        store = open_store(self.root, self._storage_options)
+        return next(iter(best.ranked(self._all_metrics(store, self.steps()))), None)
+
+    def save(
+        self, step: int, state: Mapping[str, object], *, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> SaveReport:
         """Save a state, then remove what is not to be kept.
 
         Args:
             step: The training step; a checkpoint of it that is there is replaced.
             state: As for `shardckpt.save`.
+            metrics: How good the state is, by name; where ranks differ, those of rank 0 count.
+
+        Returns:
+            What was done; its `not_removed` says what should be gone and is still there: the next save tries again.
 
         Raises:
             CheckpointError: The same on all ranks; nothing was removed.
@@ -118,44 +150,33 @@ class Manager:
             All ranks call. Blocks until the checkpoint is committed.
         """
         self._saver.wait()
-        report = save(
-            self.path(step),
-            state,
-            step=step,
-            overwrite=True,
-            process_group=self._group,
-            deadlines=self._deadlines,
-            storage_options=self._storage_options,
-        )
-        self._prune_after(step)
-        return report
+        store = open_store(self.path(step), self._storage_options)
+        return run_save(store, state, self._request(step, metrics), coordinator(self._group, self._deadlines))
 
-    def save_async(self, step: int, state: Mapping[str, object]) -> PendingSave:
+    def save_async(
+        self, step: int, state: Mapping[str, object], *, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> PendingSave:
         """Save a state in the background, as `AsyncSaver.save`; then remove what is not to be kept.
 
         Collective:
             All ranks call. Returns when the snapshot is taken.
         """
-        return self._saver.save(
-            self.path(step),
-            state,
-            step=step,
-            overwrite=True,
-            process_group=self._group,
-            deadlines=self._deadlines,
-            storage_options=self._storage_options,
-            on_commit=lambda report: self._prune_after(step),
-        )
+        self._saver.wait()
+        store = open_store(self.path(step), self._storage_options)
+        return self._saver.start(store, state, self._request(step, metrics), coordinator(self._group, self._deadlines))
 
     def wait(self) -> None:
         """Wait for the save under way, and raise its failure if nobody has seen it yet."""
         self._saver.wait()
 
-    def restore(self, state: MutableMapping[str, object], *, strict: bool = True) -> Restored | None:
+    def restore(
+        self, state: MutableMapping[str, object], *, step: int | None = None, strict: bool = True
+    ) -> Restored | None:
         """Load the newest checkpoint that can be read; older ones are tried where files are damaged or gone.
 
         Args:
             state: As for `shardckpt.load`.
+            step: Load that of this step (such as `best()`), and no other.
             strict: As for `shardckpt.load`.
 
         Returns:
@@ -168,23 +189,19 @@ class Manager:
             All ranks call. Blocks until all have loaded.
         """
         self._saver.wait()
+        if step is not None:
+            return Restored(step, self._load(step, state, strict), ())
         with coordinator(self._group, self._deadlines) as together:
             answer = together.exchange("find the newest checkpoint", bytes, lambda _: msgspec.json.encode(self.steps()))
         skipped: list[tuple[int, str]] = []
-        for step in reversed(msgspec.json.decode(answer, type=list[int])):
+        for found in reversed(msgspec.json.decode(answer, type=list[int])):
             try:
-                report = load(
-                    self.path(step),
-                    state,
-                    strict=strict,
-                    process_group=self._group,
-                    deadlines=self._deadlines,
-                    storage_options=self._storage_options,
-                )
+                report = self._load(found, state, strict)
             except (FormatError, CheckpointNotFoundError) as error:
-                skipped.append((step, str(error)))
+                skipped.append((found, str(error)))
                 continue
-            return Restored(step, report, tuple(skipped))
+            self._damaged = {skip for skip, _ in skipped}
+            return Restored(found, report, tuple(skipped))
         if skipped:
             raise CheckpointError(
                 f"none of the {len(skipped)} checkpoints under {self.root!r} can be read; the newest, of step "
@@ -196,27 +213,69 @@ class Manager:
     def prune(self) -> list[int]:
         """Remove the checkpoints that are not to be kept; give their steps.
 
+        Those that `restore` had to skip are neither counted nor removed.
+
+        Raises:
+            StorageError: If files could not be removed; all others are.
+
         Collective:
-            None; one process calls.
+            None; one process calls, while no other saves.
         """
         store = open_store(self.root, self._storage_options)
         files = store.list()
         steps = _committed_steps(files)
-        newest = steps if self._keep is None else steps[-self._keep :]
-        every = self._keep_every
-        doomed = [step for step in steps if step not in newest and not (every is not None and step % every == 0)]
-        for step in doomed:
-            folder = f"{_folder(step)}/"
-            store.delete(folder + MANIFEST_PATH)  # first, so that it stops being a checkpoint at once
-            for path in files:
-                if path.startswith(folder):
-                    store.delete(path)
+        doomed = self._doomed(store, steps)
+        failures = _remove_checkpoints(store, files, doomed)
+        if failures:
+            raise StorageError(f"not all files of the steps {doomed} could be removed: {failures[0]}")
         return doomed
 
-    def _prune_after(self, step: int) -> None:
-        """Prune on rank 0, once it has seen that the new checkpoint is there."""
-        if rank_in(self._group) == 0 and step in self.steps():
-            self.prune()
+    def _load(self, step: int, state: MutableMapping[str, object], strict: bool) -> LoadReport:
+        return load(
+            self.path(step),
+            state,
+            strict=strict,
+            process_group=self._group,
+            deadlines=self._deadlines,
+            storage_options=self._storage_options,
+        )
+
+    def _request(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> SaveRequest:
+        return SaveRequest(step, overwrite=True, metrics=metrics, clean_up=lambda: self._clean_up(step))
+
+    def _clean_up(self, step: int) -> tuple[str, ...]:
+        """Remove what is not to be kept now that `step` is committed; give why some of it is still there."""
+        self._metrics.pop(step, None)
+        self._damaged.discard(step)
+        store = open_store(self.root, self._storage_options)
+        try:
+            files = store.list()
+            steps = _committed_steps(files)
+            if step not in steps:
+                return (f"the list of {self.root!r} does not show step {step} yet",)
+            doomed = self._doomed(store, steps, just_saved=step)
+        except StorageError as error:
+            return (str(error),)
+        return _remove_checkpoints(store, files, doomed) + remove_files(store, _remains(store, files, steps))
+
+    def _doomed(self, store: Store, steps: list[int], just_saved: int | None = None) -> list[int]:
+        sound = [step for step in steps if step not in self._damaged]
+        metrics = self._all_metrics(store, sound) if self._retention.best else {}
+        return self._retention.doomed(sound, metrics, protected=() if just_saved is None else (just_saved,))
+
+    def _all_metrics(self, store: Store, steps: Iterable[int]) -> dict[int, Metrics]:
+        found: dict[int, Metrics] = {}
+        for step in steps:
+            with contextlib.suppress(FormatError, CheckpointNotFoundError):  # damaged, or gone since it was listed
+                found[step] = self._metrics_of(store, step)
+        return found
+
+    def _metrics_of(self, store: Store, step: int) -> Metrics:
+        if step not in self._metrics:
+            path = f"{_folder(step)}/{MANIFEST_PATH}"
+            data = store.get(path, max_nbytes=MAX_MANIFEST_NBYTES)
+            self._metrics[step] = decode_manifest(data, f"{store.url}/{path}").metrics
+        return self._metrics[step]
 
 
 def _folder(step: int) -> str:
@@ -226,3 +285,29 @@ def _folder(step: int) -> str:
 def _committed_steps(files: Iterable[str]) -> list[int]:
     folders = (path.removesuffix(f"/{MANIFEST_PATH}") for path in files if path.endswith(f"/{MANIFEST_PATH}"))
     return sorted(int(match[1]) for folder in folders if (match := _STEP_FOLDER.fullmatch(folder)))
+
+
+def _remove_checkpoints(store: Store, files: Iterable[str], steps: Iterable[int]) -> tuple[str, ...]:
+    """Remove checkpoints, of each the manifest first, so that it stops being one at once; give what failed."""
+    failures: tuple[str, ...] = ()
+    for step in steps:
+        folder = f"{_folder(step)}/"
+        kept = remove_files(store, [folder + MANIFEST_PATH])
+        rest = [path for path in files if path.startswith(folder) and path != folder + MANIFEST_PATH]
+        failures += kept or remove_files(store, rest)
+    return failures
+
+
+def _remains(store: Store, files: Iterable[str], steps: Collection[int]) -> list[str]:
+    """Give the files of saves, or removals, that did not come to their end, before the newest checkpoint.
+
+    They are nobody's: a manager has one save under way at a time, and that is just committed.
+    """
+    found: dict[str, list[str]] = {}
+    for path in files:
+        folder, _, name = path.partition("/")
+        match = _STEP_FOLDER.fullmatch(folder)
+        if match and int(match[1]) not in steps and int(match[1]) < max(steps) and is_own_file(name):
+            found.setdefault(folder, []).append(path)
+    # asked for by name, as a list may lag behind
+    return [p for folder in found if not store.exists(f"{folder}/{MANIFEST_PATH}") for p in found[folder]]

@@ -63,6 +63,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
     num_chunks: int
     layout: Layout | None
     objects: msgspec.Raw
+    metrics: dict[str, float | None] = {}
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     fields = []
     for field in msgspec.structs.fields(Manifest):
         value = getattr(manifest, field.name)
+        if field.name == "metrics" and not value:
+            continue
         if isinstance(value, list):
             text = b"[\n  " + b",\n  ".join(msgspec.json.encode(item) for item in value) + b"\n ]"
         else:

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from shardckpt.coordinate import Deadlines, coordinator
+from shardckpt.coordinate import Coordinator, Deadlines, coordinator
 from shardckpt.per_rank import RankOf
 from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
 from shardckpt.staging import Staging
 from shardckpt.state import collect
-from shardckpt.storage import open_store
+from shardckpt.storage import Store, open_store
 from shardckpt.tensors import source_of
 from shardckpt.transfer import DEFAULT_BUDGET_BYTES
 
@@ -110,7 +110,6 @@ class AsyncSaver:
         deadlines: Deadlines | None = None,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
         storage_options: Mapping[str, object] | None = None,
-        on_commit: Callable[[SaveReport], None] | None = None,
     ) -> PendingSave:
         """Take a snapshot of a state, and save it in the background.
 
@@ -119,7 +118,6 @@ class AsyncSaver:
 
         Args:
             path, state, step, overwrite, process_group, deadlines, budget_bytes, storage_options: As for `save`.
-            on_commit: Called in the background, on every rank, after the commit.
 
         Returns:
             The save under way. Ask it for its `result()` before the process group is destroyed.
@@ -132,18 +130,25 @@ class AsyncSaver:
             All ranks of the group call, with the same `path`. Does not wait for other ranks, unless over the budget.
         """
         self.wait()
-        store = open_store(path, storage_options)
-        together = coordinator(process_group, deadlines)
-        phases = SavePhases(together, store, SaveRequest(step, overwrite, budget_bytes))
+        return self.start(
+            open_store(path, storage_options),
+            state,
+            SaveRequest(step, overwrite, budget_bytes),
+            coordinator(process_group, deadlines),
+        )
+
+    def start(
+        self, store: Store, state: Mapping[str, object], request: SaveRequest, together: Coordinator
+    ) -> PendingSave:
+        """Take a snapshot and save it as `save` does.
+
+        Collective:
+            All ranks of the coordinator.
+        """
+        self.wait()
+        phases = SavePhases(together, store, request)
         held, is_staged = self._snapshot(state, RankOf(together.rank, together.world_size))
-
-        def run() -> SaveReport:
-            report = phases.run(held)
-            if on_commit is not None:
-                on_commit(report)
-            return report
-
-        self._pending = PendingSave(run)
+        self._pending = PendingSave(lambda: phases.run(held))
         if not is_staged:
             self._pending.wait()
         return self._pending

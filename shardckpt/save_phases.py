@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import SupportsFloat
 
 import msgspec
 import numpy as np
@@ -42,12 +44,14 @@ class SaveReport:
         nbytes: Bytes of all shard files.
         seconds: From the call to the commit.
         leftovers: Files of an unfinished save that were found there and removed.
+        not_removed: Why old files that are no longer needed are still there. This checkpoint is committed all the same.
     """
 
     path: str
     nbytes: int
     seconds: float
     leftovers: tuple[str, ...]
+    not_removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,15 @@ class SaveRequest:
         step: The training step, kept in the manifest.
         overwrite: Replace a checkpoint that is there, atomically.
         budget_bytes: Ceiling of the buffers that this rank uses beside the state itself.
+        metrics: How good the state is, by name; those of rank 0 are kept in the manifest.
+        clean_up: Called on rank 0 once the checkpoint is committed; gives why what it should remove is still there.
     """
 
     step: int | None = None
     overwrite: bool = False
     budget_bytes: int = DEFAULT_BUDGET_BYTES
+    metrics: Mapping[str, SupportsFloat] | None = None
+    clean_up: Callable[[], tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
         """Check the step."""
@@ -104,6 +112,14 @@ class _ShardReport(msgspec.Struct):
     nbytes: int
 
 
+class _Done(msgspec.Struct):
+    """What rank 0 says of the commit."""
+
+    nbytes: int
+    leftovers: tuple[str, ...]
+    not_removed: tuple[str, ...]
+
+
 class SavePhases:
     """One save, as one rank sees it; the methods are its phases. `agree`, `merge` and `commit` run on rank 0 alone."""
 
@@ -113,6 +129,7 @@ class SavePhases:
         self._request = request
         self._local: LocalState
         self._sources: list[Source]  # one a tensor of the local state
+        self._metrics: dict[str, float | None]
         self._draft: Draft
         self._chunks: RankChunks
         self._destination: Destination
@@ -133,12 +150,13 @@ class SavePhases:
                 answer = together.exchange("merge the states", self.describe, self.merge)
             token = self.take_agreement(answer)
             report = together.exchange("write the shard files", lambda: self.write(token), self.commit)
-        nbytes, leftovers = msgspec.msgpack.decode(report, type=tuple[int, tuple[str, ...]])
-        return SaveReport(self._store.url, nbytes, time.monotonic() - started, leftovers)
+        done = msgspec.msgpack.decode(report, type=_Done)
+        return SaveReport(self._store.url, done.nbytes, time.monotonic() - started, done.leftovers, done.not_removed)
 
     def collect(self, held: Held) -> bytes:
         """Take what this rank holds; give its digest and the checksums of what other ranks hold too."""
         self._local, self._sources = held.local, held.sources
+        self._metrics = _numbers(self._request.metrics or {})
         rank, world_size = self._together.rank, self._together.world_size
         tensors = tuple(one.tensor for one in self._local.tensors)
         layout = layout_of(self._local, rank, world_size)
@@ -247,8 +265,13 @@ class SavePhases:
         crcs = np.concatenate([np.frombuffer(report.chunk_crcs, np.uint32) for report in reports]).astype(np.int64)
         written = with_chunk_crcs(placed, crcs[chunk_rows(self._chunks)])
         prove_coverage(written)
-        commit(self._destination, self._draft, written, [report.header_crc for report in reports])
-        return msgspec.msgpack.encode((sum(report.nbytes for report in reports), self._destination.leftovers))
+        draft = replace(self._draft, metrics=self._metrics)
+        not_removed = commit(self._destination, draft, written, [report.header_crc for report in reports])
+        if self._request.clean_up is not None:
+            not_removed += self._request.clean_up()
+        return msgspec.msgpack.encode(
+            _Done(sum(report.nbytes for report in reports), self._destination.leftovers, not_removed)
+        )
 
     def _crc_of(self, position: int) -> int:
         """Give the checksum of what this rank holds of a tensor."""
@@ -281,6 +304,20 @@ def _alike(draft: Draft) -> Draft:
     tensors = draft.tensors[: len(draft.tensors) - len(layout.per_rank)]
     alike = msgspec.structs.replace(layout, per_rank=[])
     return replace(draft, tensors=tensors, layout=alike, objects=without_values(draft.objects))
+
+
+def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float | None]:
+    """Give metrics as they are stored: what is no finite number has no place in JSON, and is best of nothing."""
+    numbers: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UnsupportedError(f"the metric {name!r} has no text for a name; name metrics by text")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedError(f"the metric {name!r} is {value!r}, which is no number: {error}") from None
+        numbers[name] = number if math.isfinite(number) else None
+    return numbers
 
 
 def _in_memory(tensors: Sequence[LocalTensor]) -> Catalogue:

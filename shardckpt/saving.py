@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardckpt.coordinate import Deadlines, coordinator
+from shardckpt.coordinate import Coordinator, Deadlines, coordinator
 from shardckpt.per_rank import RankOf
 from shardckpt.save_phases import Held, SavePhases, SaveReport, SaveRequest
 from shardckpt.state import collect
-from shardckpt.storage import open_store
+from shardckpt.storage import Store, open_store
 from shardckpt.tensors import source_of
 from shardckpt.transfer import DEFAULT_BUDGET_BYTES
 
@@ -54,10 +54,22 @@ def save(
         >>> shardckpt.save(f"{folder}/step-1", {"model": model, "epoch": 4}, step=1).nbytes > 0
         True
     """
-    store = open_store(path, storage_options)
-    together = coordinator(process_group, deadlines)
+    return run_save(
+        open_store(path, storage_options),
+        state,
+        SaveRequest(step, overwrite, budget_bytes),
+        coordinator(process_group, deadlines),
+    )
+
+
+def run_save(store: Store, state: Mapping[str, object], request: SaveRequest, together: Coordinator) -> SaveReport:
+    """Save as `save` does.
+
+    Collective:
+        All ranks of the coordinator.
+    """
     place = RankOf(together.rank, together.world_size)
-    return SavePhases(together, store, SaveRequest(step, overwrite, budget_bytes)).run(lambda: _live(state, place))
+    return SavePhases(together, store, request).run(lambda: _live(state, place))
 
 
 def _live(state: Mapping[str, object], place: RankOf) -> Held:

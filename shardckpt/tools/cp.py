@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardckpt.catalogue import File
-from shardckpt.committed import check_space, commit, draft_of, prepare, read_committed, survey_destination
+from shardckpt.committed import (
+    check_space,
+    commit,
+    draft_of,
+    prepare,
+    read_committed,
+    refuse_remains,
+    survey_destination,
+)
 from shardckpt.endpoints import FileSink, ReaderPool
 from shardckpt.errors import CorruptError, FormatError
 from shardckpt.manifest import MANIFEST_PATH, MAX_MANIFEST_NBYTES, Stored
@@ -85,7 +93,8 @@ def cp(job: CopyJob, *, overwrite: bool, options: TransferOptions) -> tuple[str,
     headers_crc = _copy_files(job, paths, options)
     if is_renaming:
         files = tuple(replace(file, path=path) for file, path in zip(job.files, paths, strict=True))
-        commit(destination, draft_of(job.found), replace(job.found.catalogue, files=files), headers_crc)
+        catalogue = replace(job.found.catalogue, files=files)
+        refuse_remains(job.target, commit(destination, draft_of(job.found), catalogue, headers_crc))
     else:
         job.target.put(record.path, table)
         job.target.put(MANIFEST_PATH, manifest, is_new=True)

@@ -33,6 +33,7 @@ def summary(found: Origin) -> Row:
             "writer": manifest.writer,
             "version": manifest.version,
             "layout": _layout_text(manifest.layout),
+            "metrics": dict(manifest.metrics) or None,
         }
     return facts | {
         "num_tensors": len(catalogue.tensors),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardckpt.catalogue import Catalogue
 from shardckpt.checksum import crc32c
-from shardckpt.committed import Destination, Draft, check_space, commit, prepare
+from shardckpt.committed import Destination, Draft, check_space, commit, prepare, refuse_remains
 from shardckpt.container import FileSet
 from shardckpt.derivation import Derivation
 from shardckpt.endpoints import ReaderPool
@@ -98,7 +98,8 @@ def rewrite(
                 (cut_out(files, mine).chunks, np.frombuffer(part, np.int64))
                 for mine, part in zip(numbers, parts, strict=True)
             ]
-            commit(destination, job.draft, put_together(files, done), [crc32c(header) for header in files.headers])
+            headers_crc = [crc32c(header) for header in files.headers]
+            refuse_remains(target, commit(destination, job.draft, put_together(files, done), headers_crc))
     return destination
 
 

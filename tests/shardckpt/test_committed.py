@@ -9,8 +9,9 @@ import fsspec
 import numpy as np
 import pytest
 
+import shardckpt
 from shardckpt.checksum import crc32c
-from shardckpt.committed import check_space, draft_of, prepare, read_committed
+from shardckpt.committed import check_space, draft_of, prepare, read_committed, refuse_remains
 from shardckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -193,6 +194,43 @@ def test_a_failed_overwrite_leaves_the_old(tmp_path: Path) -> None:
     assert holds(str(tmp_path), OLD)
     write_checkpoint(str(tmp_path), NEW, overwrite=True)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("failing", ["delete", "list"])
+def test_a_commit_stands_though_the_old_files_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """What cannot be removed after the commit is told, not raised, and goes with the next overwrite."""
+    path = str(tmp_path / "a")
+    shardckpt.save(path, {"x": 1})
+    committing = LocalStore.put
+
+    def put(store: LocalStore, path: str, data: bytes, *, is_new: bool = False) -> None:
+        committing(store, path, data, is_new=is_new)
+        if path == MANIFEST_PATH:
+            patch.setattr(LocalStore, failing, refuse)
+
+    def refuse(store: LocalStore, path: str = "") -> None:
+        raise StorageError.wrap(failing, path, PermissionError(13, "Permission denied"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", put)
+        report = shardckpt.save(path, {"x": 2}, overwrite=True)
+    assert f"cannot {failing}" in report.not_removed[0]
+    assert shardckpt.open(path).objects == {"x": 2}
+    assert len(open_store(path).list()) == 5
+    assert shardckpt.save(path, {"x": 3}, overwrite=True).not_removed == ()
+    assert len(open_store(path).list()) == 3
+
+
+def test_tools_say_what_could_not_be_removed() -> None:
+    """The error says that the new checkpoint is there, and how the remains go."""
+    store = open_store("memory://remains")
+    refuse_remains(store, ())
+    with pytest.raises(
+        StorageError, match=r"is replaced, but .*cannot delete 'a' \(2 in all\)\. They do no harm; the next"
+    ):
+        refuse_remains(store, ("cannot delete 'a'", "cannot delete 'b'"))
 
 
 def test_an_existing_checkpoint_is_not_touched(root: str) -> None:
