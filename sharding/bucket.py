@@ -45,6 +45,7 @@ class BucketKind:
     dtype: torch.dtype  # of the shard
     compute_dtype: torch.dtype  # of the whole buffer
     reduce_dtype: torch.dtype  # of gradient reduction
+    grad_dtype: torch.dtype  # of `.grad`
     requires_grad: bool
 
 
@@ -388,7 +389,7 @@ class Bucket:
         if self._reduced:
             self._version = -1  # an optimizer may change the shard in ways that torch does not count
         for member, kept in zip(self.members, self._kept, strict=False):
-            member.shard.grad = kept
+            set_gradient(member.shard, kept)
         for reduced, without in self._reduced:
             for index, member in enumerate(self.members):
                 if index in without or not member.shard.requires_grad:
@@ -396,7 +397,7 @@ class Bucket:
                 changed.add(index)
                 view = self._span_of(reduced, index).view(member.shard.shape)
                 if member.shard.grad is None:
-                    member.shard.grad = view
+                    set_gradient(member.shard, view)
                 else:
                     member.shard.grad.add_(view)
         self._kept, self._reduced = [], []
@@ -481,7 +482,7 @@ class Bucket:
         self._gradients = None
         self._reduced = []
         for member, kept in zip(self.members, self._kept, strict=False):
-            member.shard.grad = kept
+            set_gradient(member.shard, kept)
         self._kept = []
         self._has_gradient = [False] * len(self.members)
         for member in () if self.is_always_whole else self.members:
@@ -505,7 +506,7 @@ class Bucket:
             without: The parameters for which this rank had none.
         """
         nowhere = [index for index in without if self._is_marked(summed, index)]  # before small ones turn to -0.0
-        cast = summed.to(self.kind.dtype)
+        cast = summed.to(self.kind.grad_dtype)
         is_ours = cast is not summed or summed.numel() == self.layout.numel
         mean = cast.mul_(1 / count) if is_ours else cast.mul(1 / count)  # a new tensor: the whole buffer goes
         self._reduced.append((mean, nowhere))
@@ -515,3 +516,12 @@ class Bucket:
         first = self._span_of(summed, index)[:1]
         first = first.real if first.is_complex() else first
         return bool((torch.signbit(first) & (first == 0)).all())
+
+
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set `.grad`, also in another dtype than the parameter's, which torch lets only `.data` have."""
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    parameter.grad = torch.empty_like(parameter)
+    parameter.grad.data = gradient

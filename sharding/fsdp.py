@@ -91,7 +91,7 @@ class FullyShardedDataParallel(StatefulWrapper):
         settings = Settings(strategy, precision, groups, backward_prefetch, forward_prefetch, device)
         ignored = Ignored.of(ignored_modules or (), ignored_states or ())
         materialise(module, ignored, param_init_fn, device or torch.device("cpu"))
-        units = plan_units(module, auto_wrap_policy, ignored, groups)
+        units = plan_units(module, auto_wrap_policy, ignored, settings)
         if sync_module_states:
             synchronise(module, ignored, groups)
         self._take(module, _wrap(module, units, settings))

@@ -14,8 +14,9 @@ from sharding.agreement import agree, describe
 from sharding.assignment import Ignored, assign
 from sharding.bucket import Member
 from sharding.errors import WrapError
+from sharding.full_precision import except_from_precision
 from sharding.hooks import Hooks, hooks_below, hooks_of
-from sharding.mesh import Groups, groups_for
+from sharding.mesh import groups_for
 from sharding.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from sharding.settings import Settings
 from sharding.unit import Unit
@@ -65,15 +66,17 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     settings = Settings(strategy, precision, groups, backward_prefetch, forward_prefetch, device)
     ignored = Ignored.of(ignored_modules, ignored_states)
-    for owner, (members, arguments) in plan_units(module, auto_wrap_policy, ignored, groups).items():
+    for owner, (members, arguments) in plan_units(module, auto_wrap_policy, ignored, settings).items():
         make_unit(owner, members, settings.override(arguments))
     return module
 
 
 def plan_units(
-    root: nn.Module, policy: Policy | None, ignored: Ignored, groups: Groups
+    root: nn.Module, policy: Policy | None, ignored: Ignored, settings: Settings
 ) -> dict[nn.Module, tuple[list[Member], WrapArguments]]:
     """Give what will be units, `root` last, with their parameters and what a policy says of their settings.
+
+    With a policy, modules that mixed precision excepts are among them, and get hooks that cast around them.
 
     Raises:
         WrapError: On all ranks, if they differ in this, or if one of them cannot.
@@ -81,8 +84,11 @@ def plan_units(
     Collective:
         All ranks of the groups; blocks. Small: ranks compare digests.
     """
+    groups, exceptions = settings.groups, settings.precision.exceptions
     try:
         candidates = units_to_wrap(root, policy, ignored.modules) if policy is not None else {}
+        if policy is not None and exceptions:
+            candidates = except_from_precision(root, candidates, exceptions, but=ignored.modules)
         members = assign(root, [*candidates, root], ignored)
     except Exception as error:
         with contextlib.suppress(WrapError):

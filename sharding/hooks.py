@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -81,7 +81,7 @@ class Hooks:
             )
             for one in hooks:
                 one.runtime, one.is_root = self.runtime, one is self
-            _cast_buffers(self.unit.module, settings.precision.buffer_dtype)
+            _cast_buffers(hooks)
         return self.runtime
 
     def _pre_forward(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
@@ -152,9 +152,12 @@ def _differentiable(values: object) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
-def _cast_buffers(root: nn.Module, dtype: torch.dtype | None) -> None:
-    if dtype is None:
-        return
-    for buffer in root.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+def _cast_buffers(hooks: Sequence[Hooks]) -> None:
+    """Give each unit's buffers the dtype that it asked for; inner units come last in `hooks`."""
+    seen: set[int] = set()
+    for one in reversed(hooks):
+        dtype = one.settings.precision.buffer_dtype
+        for buffer in one.unit.module.buffers():
+            if id(buffer) not in seen and dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+            seen.add(id(buffer))

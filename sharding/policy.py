@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
@@ -64,9 +65,12 @@ class MixedPrecision:
         param_dtype: Of whole parameters in forward and backward; None keeps the parameters' own.
         reduce_dtype: Of gradient reduction; None for `param_dtype`.
         buffer_dtype: Of floating buffers; None leaves them.
-        keep_low_precision_grads: Leave `.grad` in the reduction's dtype.
+        keep_low_precision_grads: Leave `.grad` in the dtype of computation, under NO_SHARD in that of reduction; the
+            optimizer must take such gradients.
         cast_forward_inputs: Cast floating inputs of each unit to `param_dtype`.
         cast_root_forward_inputs: Cast floating inputs of the root to `param_dtype`.
+        _module_classes_to_ignore: With an auto_wrap_policy, modules of these classes become units that compute and
+            reduce in full precision, whatever the policy says of them.
     """
 
     param_dtype: torch.dtype | None = None
@@ -75,7 +79,13 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[torch.nn.Module]] = ()
+    _module_classes_to_ignore: Sequence[type[torch.nn.Module]] = (_BatchNorm,)
+
+    @property
+    def exceptions(self) -> tuple[type[torch.nn.Module], ...]:
+        """Classes whose modules run in full precision, as far as there is another."""
+        is_mixed = any(dtype is not None for dtype in (self.param_dtype, self.reduce_dtype, self.buffer_dtype))
+        return tuple(self._module_classes_to_ignore) if is_mixed else ()
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,6 @@ class Settings:
     forward_prefetch: bool = False
     device: torch.device | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse what would have no effect."""
-        if self.precision.keep_low_precision_grads:
-            raise UnsupportedError(
-                "keep_low_precision_grads=True: gradients are given in the parameters' own dtype; leave it out"
-            )
-        if self.precision._module_classes_to_ignore:
-            raise UnsupportedError(
-                "_module_classes_to_ignore: mixed precision is set unit by unit here; wrap those modules with their own"
-            )
-
     def override(self, arguments: Mapping[str, object]) -> Settings:
         """Give these settings with some replaced, under the constructor's names, as a `CustomPolicy` asks for.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sharding.bucket import Bucket
+from sharding.bucket import Bucket, set_gradient
 from sharding.errors import StateError, UnsupportedError
 from sharding.unit import Unit
 
@@ -61,11 +61,11 @@ def _summon(bucket: Bucket, *, holds: bool, offload_to_cpu: bool, with_grads: bo
     """Make a bucket's parameters whole, and give the gradients of their spans."""
     gradients = [member.shard.grad for member in bucket.members]
     whole = bucket.gather_values(bucket.shard)
-    whole_gradients = bucket.gather_values(bucket.collect(gradients, bucket.kind.dtype)) if with_grads else []
+    whole_gradients = bucket.gather_values(bucket.collect(gradients, bucket.kind.grad_dtype)) if with_grads else []
     if holds:
         bucket.summon([value.cpu() for value in whole] if offload_to_cpu else whole)
         for member, gradient, value in zip(bucket.members, gradients, whole_gradients, strict=False):
-            member.shard.grad = value.to(member.shard.device) if gradient is not None else None
+            set_gradient(member.shard, value.to(member.shard.device) if gradient is not None else None)
     return gradients
 
 
@@ -77,4 +77,4 @@ def _dismiss(bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, writeb
         if gradient is not None and changed is not None and writeback:
             start, stop = bucket.span(index)
             gradient.copy_(changed.reshape(-1)[start:stop].view(gradient.shape))
-        member.shard.grad = gradient
+        set_gradient(member.shard, gradient)

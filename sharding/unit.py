@@ -10,7 +10,7 @@ from torch import nn
 
 from sharding.bucket import Bucket, BucketKind, BucketState, Member
 from sharding.collectives import Collectives, Work
-from sharding.policy import MixedPrecision, ShardingStrategy
+from sharding.policy import ShardingStrategy
 from sharding.settings import Settings
 
 REPLICATED_BUCKET_BYTES = 25 << 20
@@ -40,7 +40,7 @@ class Unit:
         """
         self.module = module
         self.strategy = settings.strategy
-        self.precision = precision = settings.precision
+        self.precision = settings.precision
         self.shards = settings.groups.shards
         self.replicas = settings.groups.replicas
         self.reduce_shards: Collectives = self.shards
@@ -51,7 +51,7 @@ class Unit:
         kinds: dict[BucketKind, list[Member]] = {}
         for member in members:
             assert member.original is not None
-            kinds.setdefault(_kind(member.original, precision), []).append(member)
+            kinds.setdefault(_kind(member.original, settings), []).append(member)
         cap = REPLICATED_BUCKET_BYTES if self.is_replicated and self.world_size > 1 else None
         self.buckets = [
             Bucket(kind, part, self.shards, device, keeps_whole=self.strategy.keeps_whole)
@@ -159,9 +159,13 @@ def _capped(members: Sequence[Member], cap_bytes: int | None) -> list[list[Membe
     return parts
 
 
-def _kind(parameter: nn.Parameter, precision: MixedPrecision) -> BucketKind:
-    dtype = parameter.dtype
+def _kind(parameter: nn.Parameter, settings: Settings) -> BucketKind:
+    dtype, precision = parameter.dtype, settings.precision
     if not dtype.is_floating_point:
-        return BucketKind(dtype, dtype, dtype, parameter.requires_grad)
+        return BucketKind(dtype, dtype, dtype, dtype, parameter.requires_grad)
     compute = precision.param_dtype or dtype
-    return BucketKind(dtype, compute, precision.reduce_dtype or compute, parameter.requires_grad)
+    reduce = precision.reduce_dtype or compute
+    low = reduce if settings.strategy is ShardingStrategy.NO_SHARD else compute
+    return BucketKind(
+        dtype, compute, reduce, low if precision.keep_low_precision_grads else dtype, parameter.requires_grad
+    )

@@ -149,6 +149,20 @@ def _visit(
     return numel
 
 
+def post_order(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield every module once, children before parents."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                yield from visit(child)
+        yield module
+
+    yield from visit(root)
+
+
 def replace_child(root: nn.Module, child: nn.Module, by: nn.Module) -> None:
     """Put another module wherever `child` stands below `root`."""
     for module in list(root.modules()):

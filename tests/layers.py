@@ -10,7 +10,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "layout", "names", "policy", "pool", "sharded_tensor", "state_options"),
         ("collectives",),
         ("bucket", "disk_optimizer", "mesh", "sharded_grad_scaler", "watch", "wrap"),
-        ("activation", "agreement", "settings"),
+        ("activation", "agreement", "full_precision", "settings"),
         ("unit",),
         ("clip", "runtime", "state_dict", "state_hooks", "summon"),
         ("hooks", "optimizer_state"),
@@ -100,7 +100,8 @@ COLLECTIVES_IN: dict[str, tuple[str, ...]] = {"sharding": ("collectives",), "sha
 """Package -> the files that may issue collectives."""
 
 MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
-    ("sharding/settings", "_module_classes_to_ignore"): "torch's own name of this argument",
+    ("sharding/policy", "_module_classes_to_ignore"): "torch's own name of this argument",
+    ("sharding/policy", "_BatchNorm"): "torch's own name of the classes that its MixedPrecision excepts",
     (
         "sharding/bucket",
         "_parameters",
@@ -111,6 +112,7 @@ MAY_TOUCH_PRIVATE: dict[tuple[str, str], str] = {
     ): "torch offers hooks for when gradients are there, and no public way to call them",
     ("sharding/bucket", "_version"): "torch counts changes of a tensor there and nowhere else",
     ("sharding/fsdp", "_take"): "its own class: the other way to make one, around a module that is a unit already",
+    ("sharding/full_precision", "_pytree"): "as of `sharding/hooks`",
     ("sharding/hooks", "_pytree"): "torch's walk over nested arguments has no public name",
     (
         "sharding/names",
