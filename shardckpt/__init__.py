@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint import Checkpoint, StoredTensor
     from shardckpt.checkpoint import open_checkpoint as open  # noqa: A004  # reads as shardckpt.open
     from shardckpt.coordinate import Deadlines
-    from shardckpt.errors import CheckpointError
+    from shardckpt.errors import CheckpointError, PreemptedError
     from shardckpt.loading import LoadReport, load
     from shardckpt.manager import Manager, Restored
     from shardckpt.per_rank import PerRank
+    from shardckpt.preemption import Preemption
     from shardckpt.retention import Best
     from shardckpt.save_async import AsyncSaver, PendingSave
     from shardckpt.save_phases import SaveReport
@@ -28,6 +29,8 @@ __all__ = [
     "Manager",
     "PendingSave",
     "PerRank",
+    "PreemptedError",
+    "Preemption",
     "Restored",
     "SaveReport",
     "StoredTensor",
@@ -47,6 +50,8 @@ _HOME = {
     "AsyncSaver": ("save_async", "AsyncSaver"),
     "Manager": ("manager", "Manager"),
     "Restored": ("manager", "Restored"),
+    "PreemptedError": ("errors", "PreemptedError"),
+    "Preemption": ("preemption", "Preemption"),
     "Best": ("retention", "Best"),
     "PerRank": ("per_rank", "PerRank"),
     "PendingSave": ("save_async", "PendingSave"),

@@ -11,6 +11,7 @@ and may still be training.
 
 from __future__ import annotations
 
+import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from shardckpt import errors
 from shardckpt.errors import CheckpointError, RankFailedError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 _BEAT_S = 1.0
 _POLL_S = (0.001, 0.05)  # the first wait between two looks at the store, and the longest
@@ -225,6 +227,62 @@ class Coordinator:
     def _store_(self) -> Store:
         assert self._store is not None
         return self._store
+
+
+class FlagPoll:
+    """Ranks learn together whether any of them has raised a flag, one call late.
+
+    Each call starts a reduction of one byte on the CPU and takes the answer of the call before, which is there by then:
+    nobody waits for more than the slowest rank's last call, and all ranks get the same answer at the same call.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None, deadlines: Deadlines | None) -> None:
+        """Set up nothing yet: the first call does."""
+        self._group = process_group
+        self._timeout = datetime.timedelta(seconds=(deadlines or Deadlines()).arrival_s)
+        self._channel: ProcessGroup | None = None  # its own: training may use no CPU collectives, or other streams
+        self._pending: tuple[Work, Tensor] | None = None
+
+    def ask(self, is_raised: bool) -> bool:
+        """Say whether this rank's flag is raised; give whether any rank's was, at the call before.
+
+        Raises:
+            RankFailedError: If another rank is gone.
+
+        Collective:
+            All ranks of the group call. One process alone gets its own flag, at once.
+        """
+        import torch  # as in `coordinator`
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return is_raised
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        if len(ranks) == 1:
+            return is_raised
+        try:
+            if self._channel is None:
+                self._channel = dist.new_group(
+                    ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=self._group is not None
+                )
+            answer = self._last_answer()
+            flag = torch.tensor([is_raised], dtype=torch.uint8)
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._channel, async_op=True)
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"cannot learn from the other ranks whether one was told to stop: {error}. "
+                "See their logs and exit codes."
+            ) from error
+        assert work is not None
+        self._pending = (work, flag)
+        return answer
+
+    def _last_answer(self) -> bool:
+        if self._pending is None:
+            return False
+        work, flag = self._pending
+        work.wait()
+        return bool(flag.item())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@
     ├── UnsupportedError          (TypeError)          a value or option that cannot be served
     ├── StorageError              (OSError)            reading or writing failed
     │   └── NoSpaceError                               there is not enough room
-    └── RankFailedError           (RuntimeError)       another rank failed; raised alike on all ranks
+    ├── RankFailedError           (RuntimeError)       another rank failed; raised alike on all ranks
+    └── PreemptedError            (RuntimeError)       the run was told to stop, and is saved
 
 Messages say what is wrong, where, what was expected and found, and what to do; the facts are attributes too.
 """
@@ -91,6 +92,18 @@ class RankFailedError(CheckpointError, RuntimeError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class PreemptedError(CheckpointError, RuntimeError):
+    """A rank was told to stop; the state is saved.
+
+    Attributes:
+        step: Of the checkpoint.
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 def listing(items: Iterable[str], limit: int = 5) -> str:

@@ -12,15 +12,24 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, SupportsFloat
 
 import msgspec
 
 from shardckpt.committed import is_own_file, remove_files
-from shardckpt.coordinate import Deadlines, coordinator
-from shardckpt.errors import CheckpointError, CheckpointNotFoundError, FormatError, MismatchError, StorageError
+from shardckpt.coordinate import Deadlines, FlagPoll, coordinator
+from shardckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    PreemptedError,
+    StorageError,
+)
 from shardckpt.loading import LoadReport, load
 from shardckpt.manifest import MANIFEST_PATH, MAX_MANIFEST_NBYTES, decode_manifest
+from shardckpt.preemption import Preemption, SignalWatch
 from shardckpt.retention import Best, Metrics, Retention
 from shardckpt.save_async import AsyncSaver, PendingSave
 from shardckpt.save_phases import SaveReport, SaveRequest
@@ -59,15 +68,25 @@ class Manager:
         ...     _ = manager.save(step, state)
         >>> manager.steps(), manager.restore(state).step
         ([20, 30], 30)
+
+    A loop that saves every tenth step in the background:
+        >>> with shardckpt.Manager(tempfile.mkdtemp(), every=10) as manager:
+        ...     restored = manager.restore(state)
+        ...     for step in range(restored.step if restored else 0, 30):
+        ...         _ = manager.save_if_due(step + 1, state)
+        >>> manager.latest()
+        30
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
+        every: int | None = None,
         keep: int | None = 3,
         keep_every: int | None = None,
         best: Best | None = None,
+        preemption: Preemption | None = None,
         process_group: ProcessGroup | None = None,
         deadlines: Deadlines | None = None,
         storage_options: Mapping[str, object] | None = None,
@@ -77,17 +96,24 @@ class Manager:
 
         Args:
             root: A folder or any fsspec URL.
+            every: At which steps `save_if_due` saves: the multiples of this. None for none.
             keep: How many of the newest checkpoints to keep; None for all.
             keep_every: Also keep those whose step is a multiple of this.
             best: Also keep the best by a metric that `save` was given.
+            preemption: What `save_if_due` does once a signal tells this rank, or another, to stop; None to leave
+                signals alone.
             process_group: The ranks that save and load together; None for all.
             deadlines: How long to wait for other ranks.
             storage_options: For the fsspec file system of `root`.
             staging_budget_bytes: See `AsyncSaver`.
 
         Raises:
-            MismatchError: If `keep` or `keep_every` is less than 1.
+            MismatchError: If `every`, `keep` or `keep_every` is less than 1.
+            UnsupportedError: If there are signals to watch for, and this is not the main thread.
         """
+        if every is not None and every < 1:
+            raise MismatchError(f"every={every}; must be at least 1, or None")
+        self._every = every
         self.root = os.fspath(root).rstrip("/")
         self._retention = Retention(keep, keep_every, best)
         self._metrics: dict[int, Metrics] = {}  # step -> those of its manifest, where that was read
@@ -96,6 +122,25 @@ class Manager:
         self._deadlines = deadlines
         self._storage_options = storage_options
         self._saver = AsyncSaver(staging_budget_bytes=staging_budget_bytes)
+        self._preemption = preemption
+        self._poll = FlagPoll(process_group, deadlines)
+        self._watch = SignalWatch(preemption.signals if preemption else ())
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._watch.close()  # its own failure is not to be hidden behind that of a save
+
+    def close(self) -> None:
+        """Wait for the save under way, and let signals do what they did before."""
+        self._watch.close()
+        self._saver.wait()
 
     def path(self, step: int) -> str:
         """Give where the checkpoint of a step is, or would be."""
@@ -164,6 +209,56 @@ class Manager:
         self._saver.wait()
         store = open_store(self.path(step), self._storage_options)
         return self._saver.start(store, state, self._request(step, metrics), coordinator(self._group, self._deadlines))
+
+    def save_if_due(
+        self, step: int, state: Mapping[str, object], *, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> bool:
+        """Save in the background if the step is a multiple of `every`; if a rank was told to stop, save and end.
+
+        Call it after each step. The signal of one rank is enough: at the next call all of them save, once, and then
+        raise `SystemExit` with the code of `Preemption`, or `PreemptedError`.
+
+        Args:
+            step, state, metrics: As for `save`.
+
+        Returns:
+            True if a save has begun.
+
+        Raises:
+            PreemptedError: If the state is saved and the process should end.
+            CheckpointError: As `save_async` and, when told to stop, `save`.
+
+        Collective:
+            All ranks call, after each step.
+        """
+        if self._preemption is not None and self._poll.ask(self._watch.received is not None):
+            self._save_and_end(step, state, metrics, self._preemption)
+        if self._every is None or step % self._every:
+            return False
+        self.save_async(step, state, metrics=metrics)
+        return True
+
+    def _save_and_end(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        metrics: Mapping[str, SupportsFloat] | None,
+        preemption: Preemption,
+    ) -> None:
+        failure: CheckpointError | None = None
+        try:
+            self._saver.wait()
+        except CheckpointError as error:  # of the save before; this one may do better
+            failure = error
+        self.save(step, state, metrics=metrics)
+        self._watch.close()
+        if preemption.exit_code is not None:
+            raise SystemExit(preemption.exit_code) from failure
+        raise PreemptedError(
+            f"a signal told this rank or another to stop; step {step} is saved under {self.root!r}. "
+            "Start again to go on.",
+            step,
+        ) from failure
 
     def wait(self) -> None:
         """Wait for the save under way, and raise its failure if nobody has seen it yet."""

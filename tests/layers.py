@@ -22,7 +22,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "shardckpt": (
         ("errors", "checksum", "retry"),
-        ("region", "dtypes", "elements", "names", "coordinate", "retention", "store"),
+        ("region", "dtypes", "elements", "names", "coordinate", "preemption", "retention", "store"),
         ("catalogue", "local_store", "fsspec_store", "s3_client", "team"),
         ("layout", "parts", "plan", "s3_object"),
         ("dtensors", "part_copies", "s3_store"),

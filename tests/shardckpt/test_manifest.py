@@ -164,9 +164,16 @@ def test_another_version_says_to_install_a_newer_program(name: str, value: objec
 FIELDS = [field.name for field in msgspec.structs.fields(Manifest)]
 
 
-@pytest.mark.parametrize("name", FIELDS)
+def test_metrics_may_be_missing_or_null() -> None:
+    """A checkpoint without metrics has none; a number that was not finite is null."""
+    assert decode_manifest(forged(lambda fields: fields.pop("metrics", None)), "m").metrics == {}
+    metrics = {"loss": 0.5, "accuracy": None}
+    assert decode_manifest(forged(lambda fields: fields.update(metrics=metrics)), "m").metrics == metrics
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "metrics"])
 def test_a_missing_field_is_named(name: str) -> None:
-    """Every field is required."""
+    """Every field but the metrics is required."""
     with pytest.raises(FormatError, match=f"'m' does not follow the format: .*`{name}`.*not written by shardckpt"):
         decode_manifest(forged(lambda fields: fields.pop(name)), "m")
 
