@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding import clip
 from sharding.assignment import Ignored
 from sharding.bucket import Member
-from sharding.errors import UnsupportedError
+from sharding.comm_hook import CommHook
+from sharding.errors import StateError, UnsupportedError, WrapError
 from sharding.fsdp_states import StatefulWrapper
 from sharding.functional import make_unit, plan_units
 from sharding.hooks import Hooks, hooks_below
@@ -198,6 +199,44 @@ class FullyShardedDataParallel(StatefulWrapper):
             yield
         finally:
             runtime.is_syncing = before
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Have all units' gradients reduced by a function, such as those of `torch.distributed`'s communication hooks.
+
+        It is called once for each bucket of a unit, when the bucket's gradients are complete, in one order on all
+        ranks: `hook(state, gradients)` under NO_SHARD, and on a lone rank, makes their mean in place;
+        `hook(state, gradients, part)` fills this rank's part. What it gives is taken for the mean, and not divided.
+        All ranks must have gradients for the same parameters; nobody watches what a hook waits for.
+
+        Args:
+            state: Passed to the hook; one for all units.
+            hook: Reduces one flat tensor.
+
+        Raises:
+            UnsupportedError: If this is not the root, or a strategy is hybrid.
+            StateError: If there is one already.
+            WrapError: If it cannot be called.
+
+        Collective:
+            None after the first forward; before it, makes the root, for which all ranks call.
+        """
+        if not callable(hook):
+            raise WrapError(f"The communication hook must be callable but got {hook!r}; give a function")
+        if not self.check_is_root():
+            raise UnsupportedError(
+                "register_comm_hook can only be called on a root instance; this one is inside another"
+            )
+        units = [hooks.unit for hooks in hooks_below(self)]
+        hybrid = [unit.strategy.name for unit in units if unit.strategy.is_hybrid]
+        if hybrid:
+            raise UnsupportedError(
+                f"Communication hook is not supported for hybrid strategies: {hybrid[0]} reduces over two groups; use "
+                "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
+            )
+        if any(unit.comm_hook is not None for unit in units):
+            raise StateError("A communication hook is already registered; make one hook that does what both do")
+        for unit in units:
+            unit.comm_hook = CommHook(state, hook)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

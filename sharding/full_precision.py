@@ -39,8 +39,8 @@ def except_from_precision(
     names = ", ".join(sorted({type(module).__name__ for module in found}))
     warnings.warn(
         f"the model has modules of type {names}, which MixedPrecision names in _module_classes_to_ignore. These "
-        "modules will be wrapped as separate FSDP units with mixed precision disabled; pass an empty tuple to have them in low "
-        "precision",
+        "modules will be wrapped as separate FSDP units with mixed precision disabled; pass an empty tuple to have "
+        "them in low precision",
         stacklevel=3,
     )
     own = {module: {**units.get(module, {}), "mixed_precision": None} for module in found}

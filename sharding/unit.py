@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from sharding.bucket import Bucket, BucketKind, BucketState, Member
-from sharding.collectives import Collectives, Work
+from sharding.collectives import Collectives, Done, Work
+from sharding.comm_hook import CommHook
 from sharding.policy import ShardingStrategy
 from sharding.settings import Settings
 
@@ -29,6 +30,7 @@ class Unit:
         world_size: Number of all these ranks.
         device: Where its buffers lie.
         is_in_backward: The runtime is computing gradients, or was when an exception came.
+        comm_hook: What reduces in place of the runtime, or None.
         reduce_shards, reduce_replicas: The same ranks, for reductions; the runtime gives them an order of their own.
     """
 
@@ -48,6 +50,7 @@ class Unit:
         self.world_size = self.shards.size * self.replicas.size
         self.device = device
         self.is_in_backward = False
+        self.comm_hook: CommHook | None = None
         kinds: dict[BucketKind, list[Member]] = {}
         for member in members:
             assert member.original is not None
@@ -98,13 +101,17 @@ class Unit:
     def begin_reduction(self, bucket: Bucket) -> Reduction:
         """Begin to reduce a bucket's gradients over all ranks that share or replicate it."""
         gradients, without = bucket.give_up_gradients()
+        if self.comm_hook is not None:
+            mine = self.comm_hook.mean(gradients, bucket.layout.shard_numel)
+            return Reduction(bucket, gradients, mine, Done(), without, is_last_work=True, num_summed=1)
+        count = self.world_size
         if self.reduce_shards.size == 1:
             work = self.reduce_replicas.all_reduce(gradients)
-            return Reduction(bucket, gradients, gradients, work, without, is_last_work=True)
+            return Reduction(bucket, gradients, gradients, work, without, is_last_work=True, num_summed=count)
         work = self.reduce_shards.reduce_scatter(gradients, bucket.pool)
         numel = bucket.layout.shard_numel
         mine = gradients.narrow(0, self.shards.rank * numel, numel)
-        return Reduction(bucket, gradients, mine, work, without, is_last_work=False)
+        return Reduction(bucket, gradients, mine, work, without, is_last_work=False, num_summed=count)
 
     def is_reduced_within(self, reduction: Reduction, seconds: float) -> bool:
         """Wait for at most this long, and tell whether `finish_reduction` would not block any more.
@@ -120,7 +127,7 @@ class Unit:
         """Wait for a bucket's reduction, and give its parameters their gradients."""
         self._sum_replicas(reduction)
         reduction.work.wait()
-        reduction.bucket.give_gradients(reduction.mine, self.world_size, reduction.without)
+        reduction.bucket.give_gradients(reduction.mine, reduction.num_summed, reduction.without)
         if self.shards.size > 1:
             reduction.bucket.pool.give_back(reduction.buffer)
 
@@ -139,10 +146,11 @@ class Reduction:
 
     bucket: Bucket
     buffer: torch.Tensor  # [numel]
-    mine: torch.Tensor  # [shard_numel], this rank's part of `buffer`
+    mine: torch.Tensor  # [shard_numel], this rank's part of the sum, mostly in `buffer`
     work: Work
     without: Sequence[int]  # parameters that have no gradient on this rank
     is_last_work: bool  # nothing comes after `work`
+    num_summed: int  # by how much the sum is to be divided
 
 
 def _capped(members: Sequence[Member], cap_bytes: int | None) -> list[list[Member]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sharding": (
-        ("errors", "layout", "names", "policy", "pool", "sharded_tensor", "state_options"),
+        ("errors", "layout", "names", "policy", "comm_hook", "pool", "sharded_tensor", "state_options"),
         ("collectives",),
         ("bucket", "disk_optimizer", "mesh", "sharded_grad_scaler", "watch", "wrap"),
         ("activation", "agreement", "full_precision", "settings"),
