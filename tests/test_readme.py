@@ -33,8 +33,8 @@ def _inside(folder: str | Path) -> Iterator[None]:
     os.chdir(before)
 
 
-def _train(folder: str, resume: str | None) -> int:
-    """Run the example of the README as one rank, with a tiny model; give the number of steps done."""
+def _train(folder: str, run: str, num_batches: int) -> list[int]:
+    """Run the example of the README as one rank, with a tiny model; give the steps of its checkpoints."""
     with warnings.catch_warnings(), _inside(folder):
         warnings.simplefilter("ignore")  # what other libraries warn of while they are imported
         import torch
@@ -46,23 +46,22 @@ def _train(folder: str, resume: str | None) -> int:
 
         sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
         config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
-        config.save_pretrained("run/config")
+        config.save_pretrained("config")
         names = {
             "FullyShardedDataParallel": sharding.FullyShardedDataParallel,
             "LlamaDecoderLayer": LlamaDecoderLayer,
             "LlamaForCausalLM": LlamaForCausalLM,
-            "batches": [torch.arange(24).reshape(2, 12)] * 2,
+            "batches": [torch.arange(24).reshape(2, 12)] * num_batches,
             "config": config,
             "functools": functools,
-            "resume": resume,
+            "run": run,
+            "save_every": 2,
             "shardckpt": shardckpt,
             "torch": torch,
             "transformer_auto_wrap_policy": sharding.transformer_auto_wrap_policy,
         }
-        exec(_block("python", "shardckpt.save"), names)
-        state = names["state"]
-        assert isinstance(state, dict)
-        return int(state["step"])
+        exec(_block("python", "manager.save_if_due"), names)
+        return shardckpt.Manager(run).steps()
 
 
 def _run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -75,15 +74,15 @@ def _run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_example_trains_and_the_commands_run(tmp_path: Path) -> None:
     """Saved on 4 ranks by the README's code, sent through all its commands, and resumed on 2 ranks by the same code."""
-    assert run_ranks(4, _train, str(tmp_path), None) == [2, 2, 2, 2]
+    assert run_ranks(4, _train, str(tmp_path), "run", 3) == [[2]] * 4
     commands = _block("", "shardckpt inspect").splitlines()
     assert len(commands) == 6
     for line in commands:
         done = _run(line, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
-    assert run_ranks(2, _train, str(tmp_path), "resharded") == [4, 4]
+    assert run_ranks(2, _train, str(tmp_path), "two", 2) == [[2, 4]] * 2
     names = _run("find . -name manifest.json -o -name '*.json' -path './model-hf/*' | sort", tmp_path).stdout.split()
-    expected = ["imported", "model-hf/config.json", "resharded", "run/step-000002", "run/step-000004"]
+    expected = ["imported", "model-hf/config.json", "run/step-00000002", "two/step-00000002", "two/step-00000004"]
     assert [name.removeprefix("./").removesuffix("/manifest.json") for name in names] == expected
 
 
@@ -96,7 +95,7 @@ def test_open_reads_the_rows_that_the_readme_reads(tmp_path: Path) -> None:
     (expression,) = re.findall(r"`(shardckpt\.open\([^`]*)`", README)
     embedding = torch.arange(32.0).reshape(16, 2)
     with _inside(tmp_path):
-        shardckpt.save("run/step-000002", {"model": {"model": {"embed_tokens": {"weight": embedding}}}})
+        shardckpt.save("run/step-00000002", {"model": {"model": {"embed_tokens": {"weight": embedding}}}})
         found = eval(expression, {"shardckpt": shardckpt})
     assert torch.equal(found, embedding[:8])
 
